@@ -1,0 +1,156 @@
+"""The ``Backend`` protocol: what the suites need of anything they can judge, and how one is found and booted."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from harness.results import ForwardResult
+
+__all__ = ["DTYPES", "MODES", "Backend", "BootConfig", "Topology", "backend_names", "load_backend"]
+
+#: Short names people type → torch's names.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+MODES = ("compiled", "eager")
+_TOPOLOGY = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Tensor- and pipeline-parallel sizes; ``str()`` gives ``tp1``, ``tp2``, ``pp2``, ``tp2pp2``."""
+
+    tp: int = 1
+    pp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``tp2pp2`` and its parts.
+
+        Raises:
+            UsageError: not of that form, or a size below 1.
+        """
+        match = _TOPOLOGY.fullmatch(text)
+        if not text or match is None or "0" in (match[1], match[2]):
+            msg = f"topology {text!r} is not of the form tp2, pp2 or tp2pp2 (sizes from 1)"
+            raise UsageError(msg)
+        return cls(int(match[1] or 1), int(match[2] or 1))
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}"] if self.tp > 1 or self.pp == 1 else []
+        return "".join(parts + ([f"pp{self.pp}"] if self.pp > 1 else []))
+
+
+@dataclass(frozen=True)
+class BootConfig:
+    """Everything that decides which engine is booted; cases with equal configs share one engine.
+
+    Attributes:
+        backend: entry-point name, ``vllm`` or ``hf`` here.
+        model: what the person typed; ``path`` is where its checkpoint lies.
+        dtype: torch's name, ``float32``.
+        mode: ``compiled`` or ``eager``.
+        max_num_batched_tokens: tokens per step; longer prompts are served in chunks.
+        options: JSON-able extras of one backend (``worker_cls``, ``instrument``, ``logprobs_mode``, …).
+    """
+
+    backend: str
+    model: str
+    path: str
+    dtype: str = "float32"
+    mode: str = "compiled"
+    topology: Topology = Topology()
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 256
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def short_dtype(self) -> str:
+        """``fp32`` for ``float32``."""
+        return next(short for short, full in DTYPES.items() if full == self.dtype)
+
+    @property
+    def id(self) -> str:
+        """Readable and unique among configs that differ in anything but ``path``."""
+        name = self.model.rstrip("/").rsplit("/", 1)[-1]
+        parts = [name, self.short_dtype, self.mode, str(self.topology), f"step{self.max_num_batched_tokens}"]
+        if self.backend != "vllm":
+            parts.insert(0, self.backend)
+        parts += [f"{key}={str(value).rsplit('.', 1)[-1]}" for key, value in sorted(self.options.items())]
+        return "-".join(parts)
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Undo :meth:`to_json`."""
+        data = json.loads(text)
+        return cls(**{**data, "topology": Topology(**data["topology"])})
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+
+class Backend(Protocol):
+    """A way to run a model that can be captured from."""
+
+    supported_hook_points: Sequence[str]  #: in forward order
+    non_fireable_hook_points: dict[str, str]  #: name → why not
+
+    @classmethod
+    def boot(cls, config: BootConfig) -> Self:
+        """Start the engine; everything the caller got wrong is a UsageError before weights are loaded."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What is running, JSON-able: versions, runner, device, seconds to boot."""
+        ...
+
+    def forward(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        *,
+        capture: Sequence[str] = (),
+        max_new_tokens: int = 1,
+        return_logits: bool = False,
+    ) -> ForwardResult:
+        """Run the prompts as one batch; see :class:`~harness.results.ForwardResult` for shapes."""
+        ...
+
+    def raw_logits(self, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The backend's own logits of each prompt, (n_prompt, d_vocab) fp32, by a path no capture touches."""
+        ...
+
+    def close(self) -> None:
+        """Release processes and memory; safe to call twice."""
+        ...
+
+
+def backend_names() -> list[str]:
+    """Names registered under the ``harness.backends`` entry-point group."""
+    return sorted({point.name for point in entry_points(group="harness.backends")})
+
+
+def load_backend(name: str) -> type[Backend]:
+    """Import the backend class registered as ``name``.
+
+    Raises:
+        UsageError: no such name, with those that exist.
+    """
+    for point in entry_points(group="harness.backends"):
+        if point.name == name:
+            cls: type[Backend] = point.load()
+            return cls
+    msg = f"no backend {name!r} is installed; there are: {', '.join(backend_names()) or 'none'}"
+    raise UsageError(msg)

@@ -1,0 +1,169 @@
+"""Hook-point names: what can be captured, in forward order, and how a wrong name is refused.
+
+The names are TransformerLens'. A name promises one value whichever backend serves it, so nothing here
+knows a backend. Sources: ``contract.md`` conventions as documented in ``docs/hook-points.md``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "ATTN_OUT",
+    "BLOCK_OUT",
+    "EMBED",
+    "FINAL_NORM",
+    "FIREABLE_TEMPLATES",
+    "MLP_OUT",
+    "NONFIREABLE_TEMPLATES",
+    "HookPoint",
+    "all_points",
+    "check_capture",
+    "nonfireable_points",
+    "select",
+]
+
+EMBED = "embed.hook_out"
+ATTN_OUT = "blocks.{i}.attn.hook_out"
+MLP_OUT = "blocks.{i}.mlp.hook_out"
+BLOCK_OUT = "blocks.{i}.hook_out"
+FINAL_NORM = "ln_final.hook_normalized"
+
+#: Templates of the points every backend serves, in the order a forward computes them.
+FIREABLE_TEMPLATES = (EMBED, ATTN_OUT, MLP_OUT, BLOCK_OUT, FINAL_NORM)
+
+_FUSED = "the engine computes it inside a fused kernel; no module emits it"
+_NO_TAP = "no tap reads module inputs yet"
+_LOGITS = "logits are rebuilt from the final norm instead: use ForwardResult.logits"
+
+#: Templates of the points that exist by name but cannot fire yet, each with the reason.
+NONFIREABLE_TEMPLATES = {
+    **{
+        f"blocks.{{i}}.attn.hook_{part}": _FUSED
+        for part in ("q", "k", "v", "z", "rot_q", "rot_k", "pattern", "attn_scores")
+    },
+    "blocks.{i}.hook_in": _NO_TAP,
+    "blocks.{i}.attn.hook_in": _NO_TAP,
+    "blocks.{i}.mlp.hook_in": _NO_TAP,
+    "unembed.hook_out": _LOGITS,
+}
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+#: Position of a template inside its block, as the forward computes it.
+_WITHIN_BLOCK = {"attn.hook_out": 0, "mlp.hook_out": 1, "hook_out": 2}
+
+
+@dataclass(frozen=True, order=True)
+class HookPoint:
+    """One named point, ordered by when the forward computes it.
+
+    Raises:
+        UsageError: ``parse`` was given a name that is no hook point at all.
+    """
+
+    stage: int  #: 0 embedding, 1 blocks, 2 after the last block
+    block: int  #: index of the block, 0 outside the blocks
+    within: int  #: order inside the block
+    name: str  #: the canonical name
+
+    @classmethod
+    def parse(cls, name: str) -> HookPoint:
+        """Read a canonical name into its place in the forward."""
+        if name == EMBED:
+            return cls(0, 0, 0, name)
+        if name == FINAL_NORM:
+            return cls(2, 0, 0, name)
+        match = _BLOCK.fullmatch(name)
+        if match and match[2] in _WITHIN_BLOCK:
+            return cls(1, int(match[1]), _WITHIN_BLOCK[match[2]], name)
+        msg = f"{name!r} is no fireable hook point; the templates are {', '.join(FIREABLE_TEMPLATES)}"
+        raise UsageError(msg)
+
+    @property
+    def template(self) -> str:
+        """The name with the block index replaced by ``{i}``."""
+        return _BLOCK.sub(r"blocks.{i}.\2", self.name)
+
+    def depth(self, n_layers: int) -> int:
+        """How many blocks' rounding the value carries (0 at the embedding, ``n_layers`` after the last)."""
+        return (0, self.block + 1, n_layers)[self.stage]
+
+
+def all_points(n_layers: int) -> list[str]:
+    """Every fireable point of a model with ``n_layers`` blocks, in forward order."""
+    blocks = (t.format(i=i) for i in range(n_layers) for t in (ATTN_OUT, MLP_OUT, BLOCK_OUT))
+    return [EMBED, *blocks, FINAL_NORM]
+
+
+def nonfireable_points(n_layers: int) -> dict[str, str]:
+    """Every known but not fireable point of a model with ``n_layers`` blocks, with its reason."""
+    return {
+        template.format(i=i): reason
+        for template, reason in NONFIREABLE_TEMPLATES.items()
+        for i in (range(n_layers) if "{i}" in template else (0,))
+    }
+
+
+def select(patterns: Iterable[str], available: Sequence[str]) -> list[str]:
+    """Expand shell-style patterns (``blocks.*.hook_out``) over ``available``, keeping its order.
+
+    ``*`` does not cross a dot, so ``blocks.*.hook_out`` never means ``blocks.3.attn.hook_out``.
+
+    Raises:
+        UsageError: a pattern matches nothing.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        segments = pattern.split(".")
+        hits = [
+            name
+            for name in available
+            if len(parts := name.split(".")) == len(segments)
+            and all(fnmatch.fnmatchcase(p, s) for p, s in zip(parts, segments, strict=True))
+        ]
+        if not hits:
+            msg = f"hook pattern {pattern!r} matches none of the {len(available)} points of this model"
+            raise UsageError(msg)
+        chosen.update(hits)
+    return [name for name in available if name in chosen]
+
+
+def check_capture(requested: Iterable[str], supported: Sequence[str], nonfireable: dict[str, str]) -> list[str]:
+    """Check a capture request against what a backend serves.
+
+    Returns:
+        The requested names without repeats, in forward order as ``supported`` gives it.
+
+    Raises:
+        UsageError: a bare string instead of a sequence of names, a name that is not served (with the reason
+            where it is known, with the nearest name otherwise).
+    """
+    if isinstance(requested, str):
+        msg = f"capture must be a sequence of hook names, not the string {requested!r}; write [{requested!r}]"
+        raise UsageError(msg)
+    wanted = list(requested)
+    known = set(supported)
+    for name in wanted:
+        if not isinstance(name, str):
+            msg = f"capture holds {name!r} ({type(name).__name__}); hook names are strings"
+            raise UsageError(msg)
+        if name in known:
+            continue
+        if name in nonfireable:
+            msg = f"hook {name!r} is known but cannot fire on this backend: {nonfireable[name]}"
+            raise UsageError(msg)
+        nearest = difflib.get_close_matches(name, [*supported, *nonfireable], n=1, cutoff=0.0)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        msg = f"unknown hook {name!r}: this model serves {len(known)} points{hint}"
+        raise UsageError(msg)
+    asked = set(wanted)
+    return [name for name in supported if name in asked]

@@ -1,0 +1,120 @@
+"""What a forward gives back, and how scattered rows become one tensor per request.
+
+Rows arrive in pieces: a prompt in chunks, decode steps one by one, requests interleaved, a preempted request
+twice. They are joined by exact request key and absolute position and by nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows", "split_rows"]
+
+
+@dataclass
+class ForwardResult:
+    """One forward over a batch.
+
+    Attributes:
+        captured: hook name → (batch, seq, width) at the engine's dtype, on CPU, zeros right of each row's end.
+        lengths: rows per request: prompt tokens plus fed-back decode tokens (``n_prompt + k - 1``).
+        new_tokens: greedy token ids per request, ``k`` each.
+        logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
+        raw_output: the engine's own output, for those who need more; None across a process border.
+        stats: fires per hook, forward steps, seconds, whatever the backend measured; JSON-able.
+    """
+
+    captured: dict[str, torch.Tensor]
+    lengths: list[int]
+    new_tokens: list[list[int]]
+    logits: torch.Tensor | None = None
+    raw_output: Any = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self, hook: str, request: int) -> torch.Tensor:
+        """The real rows of one request, (n_rows, width), without padding."""
+        return self.captured[hook][request, : self.lengths[request]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows of one request as one step produced them.
+
+    Attributes:
+        start: absolute position of the first row.
+        rows: (n, width).
+    """
+
+    start: int
+    rows: torch.Tensor
+
+
+def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> torch.Tensor:
+    """Put segments in their places: (n_rows, width). First write wins; positions ≥ ``n_rows`` are dropped.
+
+    A preempted request is computed again from position 0, so a later row for a covered position is normal; rows
+    past the end come from a forward that an asynchronous scheduler had started before the request stopped.
+
+    Args:
+        segments: in the order they were computed.
+        n_rows: rows the request must have.
+        what: names the request and the hook in errors.
+
+    Raises:
+        CaptureError: a position in ``[0, n_rows)`` that no segment covers.
+    """
+    joined: torch.Tensor | None = None
+    seen = torch.zeros(n_rows, dtype=torch.bool)
+    for segment in segments:
+        if joined is None:
+            joined = torch.empty((n_rows, *segment.rows.shape[1:]), dtype=segment.rows.dtype)
+        end = min(segment.start + segment.rows.shape[0], n_rows)
+        if segment.start >= end:
+            continue
+        fresh = ~seen[segment.start : end]
+        target = joined[segment.start : end]
+        target[fresh] = segment.rows[: end - segment.start][fresh]
+        seen[segment.start : end] = True
+    if joined is None or not bool(seen.all()):
+        missing = (~seen).nonzero().flatten().tolist()
+        shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")  # noqa: PLR2004
+        msg = f"{what}: {len(missing)} of {n_rows} rows were never captured (positions {shown})"
+        raise CaptureError(msg)
+    return joined
+
+
+def pad_rows(rows: Sequence[torch.Tensor], *, fill: float = 0.0) -> torch.Tensor:
+    """Stack ragged (n_i, width) tensors into (batch, max n, width), filled on the right with ``fill``."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+
+
+def split_rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Undo :func:`pad_rows`: (batch, seq, width) → one (n_i, width) view per request."""
+    return [padded[i, :n] for i, n in enumerate(lengths)]
+
+
+def match_request_id(external: str, internal: Sequence[str] | Mapping[str, Any]) -> str:
+    """Find the engine's internal id of a request by its exact external id.
+
+    vLLM runs ``f"{external}-{8 hex digits}"`` (older releases: the external id itself). A bare prefix is not a match:
+    ``a`` must not find ``a-b-0123abcd``.
+
+    Raises:
+        CaptureError: no match, or more than one.
+    """
+    pattern = re.compile(re.escape(external) + r"(-[0-9a-f]{8})?")
+    hits = [name for name in internal if pattern.fullmatch(name)]
+    if len(hits) != 1:
+        found = ", ".join(hits) if hits else "none"
+        msg = f"request id {external!r} must match exactly one engine request, found {found} among {len(internal)}"
+        raise CaptureError(msg)
+    return hits[0]

@@ -1,0 +1,6 @@
+"""The HTML report: one self-contained file, built from the records of a run.
+
+May import the store; knows no backend and no engine.
+"""
+
+from __future__ import annotations

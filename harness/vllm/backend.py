@@ -1,0 +1,126 @@
+"""The vLLM side as a :class:`~harness.backend.Backend`, instrumented or, for the observer effect, plain."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from harness.errors import UsageError
+from harness.vllm import internals
+from harness.vllm.boot import boot_vllm, check_boot
+from harness.vllm.driver import VLLMDriver
+from harness.vllm.environment import boot_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from harness.backend import BootConfig
+    from harness.results import ForwardResult
+
+__all__ = ["VLLMBackend"]
+
+
+class VLLMBackend:
+    """One vLLM engine behind the protocol the suites speak."""
+
+    def __init__(self, driver: VLLMDriver, config: BootConfig) -> None:
+        self.driver = driver
+        self.config = config
+        self.supported_hook_points = driver.supported_hook_points
+        self.non_fireable_hook_points = driver.non_fireable_hook_points
+
+    @classmethod
+    def check(cls, config: BootConfig) -> None:
+        """Refuse what cannot be booted without importing vLLM or loading a weight."""
+        check_boot(
+            config.path,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            tensor_parallel_size=config.topology.tp,
+            pipeline_parallel_size=config.topology.pp,
+        )
+
+    @classmethod
+    def boot(cls, config: BootConfig) -> Self:
+        """Boot as ``config`` says; ``options`` go to ``vllm.LLM``, except ``instrument``."""
+        options = dict(config.options)
+        if options.pop("instrument", True):
+            bridge = boot_vllm(
+                config.path,
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                enable_batching=config.mode == "eager",
+                tensor_parallel_size=config.topology.tp,
+                pipeline_parallel_size=config.topology.pp,
+                **options,
+            )
+            return cls(bridge.driver, config)
+        return cls(_boot_plain(config, options), config)
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, platform, runner and boot seconds."""
+        import torch  # noqa: PLC0415
+        import transformers  # noqa: PLC0415
+        import vllm  # noqa: PLC0415
+        from vllm.platforms import current_platform  # noqa: PLC0415
+
+        runner = "V2" if self.driver.llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "platform": current_platform.device_type,
+            "runner": runner,
+            "boot_seconds": round(self.driver.boot_seconds, 3),
+            "hook_points": len(self.supported_hook_points),
+        }
+
+    def forward(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        *,
+        capture: Sequence[str] = (),
+        max_new_tokens: int = 1,
+        return_logits: bool = False,
+    ) -> ForwardResult:
+        """See :meth:`VLLMDriver.forward`."""
+        return self.driver.forward(
+            input_ids, capture=capture, max_new_tokens=max_new_tokens, return_logits=return_logits
+        )
+
+    def raw_logits(self, input_ids: Sequence[Sequence[int]], max_new_tokens: int = 1) -> list[torch.Tensor]:
+        """See :meth:`VLLMDriver.raw_logits`."""
+        return self.driver.raw_logits(input_ids, max_new_tokens)
+
+    def close(self) -> None:
+        """See :meth:`VLLMDriver.close`."""
+        self.driver.close()
+
+
+def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
+    """The same engine with nothing of the harness in it; it can only generate and give raw logits."""
+    if config.topology.tp * config.topology.pp > 1:
+        msg = "a plain engine over several ranks is not needed yet"
+        raise UsageError(msg)
+    from vllm import LLM  # noqa: PLC0415
+
+    started = time.monotonic()
+    with boot_environment():
+        llm = LLM(
+            model=config.path,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enforce_eager=config.mode == "eager",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            max_num_seqs=min(16, config.max_num_batched_tokens),
+            **options,
+        )
+    driver = VLLMDriver(llm, [], boot_seconds=time.monotonic() - started)
+    internals.extract_hf_config(llm)
+    return driver

@@ -1,0 +1,252 @@
+"""Boot an instrumented vLLM engine: everything that can be known to be wrong is said before a weight is loaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import EngineError, UsageError
+from harness.models import load_config, resolve
+from harness.vllm import internals
+from harness.vllm.environment import boot_environment, require_vllm
+from harness.vllm.overlays import get_overlay
+from harness.vllm.spec import HarnessSpec
+from harness.vllm.wire import dtype_name
+
+if TYPE_CHECKING:
+    from harness.bridge import RemoteBridge
+
+__all__ = ["boot_vllm", "check_boot"]
+
+log = logging.getLogger(__name__)
+
+#: What the captures depend on, and why nothing else is accepted.
+_FORCED: dict[str, tuple[Any, str]] = {
+    "skip_tokenizer_init": (True, "token ids are sent and compared; a second tokenizer would only add BOS doubts"),
+    "enable_prefix_caching": (
+        False,
+        "a prefix hit skips rows: captures misalign, edits miss cached positions, and an edited forward would poison "
+        "the K/V of a clean one",
+    ),
+    "disable_log_stats": (True, "the statistics thread reads engine state while captures are collected"),
+}
+#: KV cache on CPU where the caller names none: room for 23,000 tokens of a 135M model, and quick to allocate.
+_CPU_KV_BYTES = 1 << 30
+
+
+def _positive_int(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        msg = f"{name} must be an integer from 1, not {value!r}"
+        raise UsageError(msg)
+    return value
+
+
+def _check_forced(kwargs: dict[str, Any]) -> None:
+    for name, (value, reason) in _FORCED.items():
+        if name in kwargs and kwargs[name] != value:
+            msg = f"{name}={kwargs[name]!r} cannot be used here, it is always {value!r}: {reason}"
+            raise UsageError(msg)
+    for name in ("worker_extension_cls", "enforce_eager"):
+        if name == "worker_extension_cls" and name in kwargs:
+            msg = "worker_extension_cls cannot be set: the capture worker already carries the harness' extension"
+            raise UsageError(msg)
+
+
+def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
+    limit = int(getattr(hf_config, "max_position_embeddings", 0) or 0)
+    if max_model_len is None:
+        return limit or 2048
+    _positive_int("max_model_len", max_model_len)
+    if limit and max_model_len > limit:
+        msg = f"max_model_len={max_model_len} exceeds the {limit} positions this model was built for"
+        raise UsageError(msg)
+    return max_model_len
+
+
+def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: int) -> None:
+    """One request of full length must fit; sizes as vLLM lays them out: K and V per layer, KV head and position."""
+    import psutil  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    heads = int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
+    head_dim = int(
+        getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    )
+    per_token = 2 * hf_config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
+    # vLLM hands out whole blocks of 128 positions on CPU.
+    needed = per_token * -(-max_model_len // 128) * 128
+    if needed > kv_bytes:
+        msg = (
+            f"the KV cache of {kv_bytes / 2**20:.0f} MiB cannot hold one request of {max_model_len} tokens, which needs "
+            f"{needed / 2**20:.0f} MiB: lower max_model_len or raise kv_cache_memory_bytes (VLLM_CPU_KVCACHE_SPACE, GiB)"
+        )
+        raise UsageError(msg)
+    free = psutil.virtual_memory().available
+    if kv_bytes > free:
+        msg = f"a KV cache of {kv_bytes / 2**30:.1f} GiB was asked for, this machine has {free / 2**30:.1f} GiB free"
+        raise UsageError(msg)
+
+
+def check_boot(
+    path: str,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    kv_cache_memory_bytes: int | None = None,
+) -> tuple[Any, HarnessSpec, str, int]:
+    """Everything that can be refused without loading vLLM or a weight.
+
+    Returns:
+        The Hugging Face config, the taps, the dtype's name and the context length.
+
+    Raises:
+        UsageError: vLLM missing, checkpoint unreadable, architecture without overlay, sizes that make no sense, a KV
+            cache that cannot hold one request.
+    """
+    require_vllm()
+    for name, size in (
+        ("tensor_parallel_size", tensor_parallel_size),
+        ("pipeline_parallel_size", pipeline_parallel_size),
+    ):
+        if _positive_int(name, size) > 1:
+            msg = f"{name}={size}: the rank layout is not verified yet, so captures over several ranks are refused; use 1"
+            raise UsageError(msg)
+    hf_config = load_config(path)
+    architecture = (getattr(hf_config, "architectures", None) or ["(none named)"])[0]
+    spec = HarnessSpec(tuple(get_overlay(architecture).taps(hf_config)))
+    own = getattr(hf_config, "dtype", None) or "float32"
+    name = dtype or (own if isinstance(own, str) else dtype_name(own))
+    length = _context_limit(hf_config, max_model_len)
+    if kv_cache_memory_bytes is not None:
+        _check_kv_cache(hf_config, name, length, kv_cache_memory_bytes)
+    return hf_config, spec, name, length
+
+
+def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that people find everything
+    model_name: str,
+    tokenizer: Any | None = None,
+    dtype: str | None = None,
+    gpu_memory_utilization: float = 0.5,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 2048,
+    enable_batching: bool = False,
+    enable_position_interventions: bool = False,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    **vllm_kwargs: Any,
+) -> RemoteBridge:
+    """Boot an engine whose hook points can be captured.
+
+    Args:
+        model_name: a bundled name (``smollm2-135m``), a local checkpoint folder or a Hugging Face id.
+        tokenizer: a Hugging Face tokenizer; by default the checkpoint's own, where it has one.
+        dtype: torch's name or dtype; None takes the checkpoint's own. Always passed on explicitly, because vLLM's
+            ``auto`` turns an fp32 checkpoint into fp16.
+        gpu_memory_utilization: share of the device's memory vLLM may use (CUDA).
+        max_model_len: longest prompt plus new tokens.
+        max_num_batched_tokens: tokens per step; longer prompts are served in chunks.
+        enable_batching: run eagerly instead of compiled, as in the original. Batches work either way.
+        enable_position_interventions: accepted for the original's sake; positions always work.
+        tensor_parallel_size, pipeline_parallel_size: 1 for now.
+        **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
+
+    Raises:
+        UsageError: what was asked for cannot be had; raised before weights are loaded.
+        EngineError: vLLM failed to boot, or a hook point is on no rank.
+    """
+    del enable_position_interventions
+    _check_forced(vllm_kwargs)
+    _positive_int("max_num_batched_tokens", max_num_batched_tokens)
+    path = str(resolve(model_name).fetch())
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    kv_bytes = _kv_bytes(vllm_kwargs)
+    hf_config, spec, name, length = check_boot(
+        path,
+        dtype=name,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        kv_cache_memory_bytes=kv_bytes,
+    )
+    del hf_config
+    if kv_bytes is not None:
+        vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
+    from harness.vllm.worker import WORKER_CLASS  # noqa: PLC0415 - imports vLLM, which takes seconds
+
+    arguments = {
+        "max_num_seqs": min(16, max_num_batched_tokens),
+        "enforce_eager": enable_batching,
+        "worker_cls": WORKER_CLASS,
+        **vllm_kwargs,
+        **{key: value for key, (value, _) in _FORCED.items()},
+        "model": path,
+        "dtype": name,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_model_len": length,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "additional_config": {**vllm_kwargs.get("additional_config", {}), **spec.to_config()},
+    }
+    started = time.monotonic()
+    llm = _boot(arguments)
+    return _wrap(llm, spec, path, tokenizer, time.monotonic() - started)
+
+
+def _kv_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
+    """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures)."""
+    import os  # noqa: PLC0415
+
+    if "kv_cache_memory_bytes" in vllm_kwargs:
+        return int(vllm_kwargs["kv_cache_memory_bytes"])
+    require_vllm()
+    import torch  # noqa: PLC0415
+
+    if torch.cuda.is_available():
+        return None
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return int(space) << 30 if space.isdigit() and int(space) else _CPU_KV_BYTES
+
+
+def _boot(arguments: dict[str, Any]) -> Any:
+    from vllm import LLM  # noqa: PLC0415
+
+    with boot_environment():
+        try:
+            return LLM(**arguments)
+        except (UsageError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            msg = f"vLLM could not boot {arguments['model']}: {type(error).__name__}: {error}"
+            raise EngineError(msg) from error
+
+
+def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, seconds: float) -> RemoteBridge:
+    from harness.bridge import RemoteBridge  # noqa: PLC0415 - the bridge is backend-neutral and imports no engine
+    from harness.vllm.driver import VLLMDriver  # noqa: PLC0415
+
+    try:
+        names = [tap.name for tap in spec.taps]
+        internals.verify_hook_coverage(llm.collective_rpc("tl_absent_hooks"), names)
+        # Profiling and warm-up have already fired every hook.
+        llm.collective_rpc("tl_reset_counter")
+        driver = VLLMDriver(llm, names, boot_seconds=seconds)
+    except AttributeError as error:
+        internals.shut_down(llm)
+        msg = f"hook installation never ran: the engine's worker is not the capture worker ({error})"
+        raise EngineError(msg) from error
+    except BaseException:
+        internals.shut_down(llm)
+        raise
+    log.info(
+        "%d hook points fire: %s … %s; %d known ones cannot: %s",
+        len(names),
+        names[0],
+        names[-1],
+        len(driver.non_fireable_hook_points),
+        ", ".join(sorted({name.rsplit(".", 1)[-1] for name in driver.non_fireable_hook_points})),
+    )
+    return RemoteBridge(driver, path=path, tokenizer=tokenizer)

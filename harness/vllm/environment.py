@@ -1,0 +1,58 @@
+"""Process environment an engine boots under, set for the boot and put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["INSTALL_LINE", "boot_environment", "inductor_cache", "require_vllm"]
+
+INSTALL_LINE = "pip install 'vllm-parity[cpu]' (or [cuda]); `nox -s parity` makes an environment that works"
+
+
+def require_vllm() -> None:
+    """Check, without importing it, that vLLM is there.
+
+    Raises:
+        UsageError: it is not, with the line that installs it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        msg = f"vLLM is not installed in this environment: {INSTALL_LINE}"
+        raise UsageError(msg)
+
+
+def inductor_cache() -> Path:
+    """Where compiled kernels are kept between boots: ``VLLM_PARITY_CACHE`` or the user's cache folder."""
+    base = os.environ.get("VLLM_PARITY_CACHE") or platformdirs.user_cache_dir("vllm-parity")
+    return Path(base) / "inductor"
+
+
+@contextlib.contextmanager
+def boot_environment() -> Iterator[None]:
+    """Defaults a boot wants; a value the caller has set is never changed.
+
+    vLLM's ahead-of-time artefact is saved but never loads on CPU and costs every boot, so it is off; a fixed inductor
+    cache makes the second boot a warm one. Both were measured: 33 s cold, 8 s warm for a 4-layer Llama on two cores.
+    """
+    defaults = {
+        "VLLM_USE_AOT_COMPILE": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache()),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,257 @@
+"""The one module that touches vLLM's private attributes. Read on releases 0.30 to 0.32.
+
+Each function names what it relies on; when a release moves it, the error raised here says which attribute is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import EngineError, UsageError
+from harness.vllm.accumulator import StepRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+__all__ = [
+    "activation_dtype",
+    "base_worker_class",
+    "extract_hf_config",
+    "instrument_runner",
+    "is_pp_missing_layer",
+    "model_of",
+    "patch_engine_config",
+    "request_extra_args",
+    "resolve_dot_path",
+    "runner_name",
+    "segment_by_request",
+    "shut_down",
+    "step_budget",
+    "verify_hook_coverage",
+]
+
+_WORKERS = {
+    "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
+    "cuda": "vllm.v1.worker.gpu_worker.Worker",
+    "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
+}
+
+
+def _moved(what: str) -> EngineError:
+    import vllm  # noqa: PLC0415 - only to name the release in an error
+
+    return EngineError(
+        f"vLLM {vllm.__version__} has no {what}: the harness reads it and knows releases 0.30 to 0.32; "
+        "run `vllm-parity doctor` and install a supported release"
+    )
+
+
+def base_worker_class() -> type[Any]:
+    """The platform's own worker class (relies on ``current_platform.device_type`` and the worker's module path)."""
+    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415
+
+    device = current_platform.device_type
+    if device not in _WORKERS:
+        msg = f"no capture worker for device {device!r}; there is one for {', '.join(_WORKERS)}"
+        raise UsageError(msg)
+    try:
+        cls: type[Any] = resolve_obj_by_qualname(_WORKERS[device])
+    except (ImportError, AttributeError) as error:
+        raise _moved(_WORKERS[device]) from error
+    return cls
+
+
+def extract_hf_config(llm: Any) -> Any:
+    """The Hugging Face config of a booted engine (``llm.llm_engine.model_config.hf_config``)."""
+    try:
+        return llm.llm_engine.model_config.hf_config
+    except AttributeError as error:
+        raise _moved("LLM.llm_engine.model_config.hf_config") from error
+
+
+def is_pp_missing_layer(module: Any) -> bool:
+    """Whether a module is the stub vLLM puts where another pipeline stage holds the real one."""
+    return type(module).__name__ == "PPMissingLayer"
+
+
+def resolve_dot_path(root: Any, path: str) -> Any | None:
+    """Follow ``path`` from ``root``; None for a missing segment or a pipeline stub on the way."""
+    node = root
+    for segment in path.split("."):
+        if segment.isdigit() and hasattr(node, "__getitem__"):
+            node = node[int(segment)] if int(segment) < len(node) else None
+        else:
+            node = getattr(node, segment, None)
+        if node is None or is_pp_missing_layer(node):
+            return None
+    return node
+
+
+def runner_name(worker: Any) -> str:
+    """``V1`` or ``V2``: which of vLLM's model runners this worker drives."""
+    return "V2" if getattr(worker, "use_v2_model_runner", False) else "V1"
+
+
+def step_budget(worker: Any) -> int:
+    """Most tokens one step may schedule (``scheduler_config.max_num_batched_tokens``)."""
+    return int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def verify_hook_coverage(absent_by_rank: Sequence[Sequence[str] | None], names: Sequence[str]) -> None:
+    """Check after boot that every point is installed on at least one rank.
+
+    Args:
+        absent_by_rank: per rank the points it does not hold; None where installation never ran.
+        names: every point that was asked for.
+
+    Raises:
+        EngineError: installation never ran on a rank, or points no rank holds.
+    """
+    silent = [rank for rank, absent in enumerate(absent_by_rank) if absent is None]
+    if silent:
+        msg = (
+            f"hook installation never ran on rank {', '.join(map(str, silent))}: the worker class there is not the "
+            "capture worker, so nothing it computes would be seen"
+        )
+        raise EngineError(msg)
+    missing = [name for name in names if all(absent is not None and name in absent for absent in absent_by_rank)]
+    if missing:
+        shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")  # noqa: PLR2004
+        msg = f"no rank holds {shown}: the overlay's module paths do not fit this release of vLLM"
+        raise EngineError(msg)
+
+
+def _shares(requests: Sequence[str], counts: Sequence[int], starts: Sequence[int]) -> list[StepRows]:
+    shares, row = [], 0
+    for request, count, start in zip(requests, counts, starts, strict=True):
+        shares.append(StepRows(request, int(start), int(count), row))
+        row += int(count)
+    return shares
+
+
+def segment_by_request(runner: Any, scheduler_output: Any) -> list[StepRows]:
+    """Who owns which rows of the step a V1 runner is about to run.
+
+    Relies on ``input_batch.{num_reqs, req_ids, num_computed_tokens_cpu}``, final once ``_model_forward`` is reached,
+    and on ``scheduler_output.num_scheduled_tokens``.
+    """
+    try:
+        batch = runner.input_batch
+        n = batch.num_reqs
+        requests = list(batch.req_ids[:n])
+        counts = [scheduler_output.num_scheduled_tokens[r] for r in requests]
+        starts = batch.num_computed_tokens_cpu[:n].tolist()
+    except AttributeError as error:
+        raise _moved(f"GPUModelRunner.input_batch as expected ({error})") from error
+    return _shares(requests, counts, starts)
+
+
+class _V1Steps:
+    """Mixed into a V1 runner instance: tells the observer what the step holds, around the forward.
+
+    ``_model_forward`` is vLLM's documented override point, reached with the request order final and outside the
+    CUDA-graph wrapper, so it runs on graph replay too.
+    """
+
+    harness_observer: Any = None
+    _harness_scheduled: Any = None
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._harness_scheduled = scheduler_output
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward: Callable[..., Any] = super()._model_forward  # type: ignore[misc]
+        if self.harness_observer is None or not self.harness_observer.harness_armed():
+            return forward(*args, **kwargs)
+        with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)):
+            return forward(*args, **kwargs)
+
+
+class _V2Steps:
+    """Mixed into a V2 runner instance (default on CUDA). Read in its source, never run by this project yet."""
+
+    harness_observer: Any = None
+    _harness_stack: contextlib.ExitStack | None = None
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        observer = self.harness_observer
+        if observer is not None and observer.harness_armed() and self._harness_stack is not None:
+            counts, starts = batch.num_scheduled_tokens.tolist(), batch.num_computed_tokens_np.tolist()
+            shares = _shares(list(batch.req_ids), counts, starts)
+            self._harness_stack.enter_context(observer.harness_step(shares))
+        return batch
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            self._harness_stack = stack
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+
+
+def instrument_runner(worker: Any, observer: Any) -> None:
+    """Re-class this worker's runner instance so that ``observer.harness_step(shares)`` surrounds each real forward
+    while ``observer.harness_armed()``.
+
+    Only the instance changes: another engine's runner in this process keeps its class.
+    """
+    runner = worker.model_runner
+    mixin, needed = (
+        (_V2Steps, "prepare_inputs") if runner_name(worker) == "V2" else (_V1Steps, "_model_forward")
+    )
+    if not hasattr(runner, needed):
+        raise _moved(f"{type(runner).__name__}.{needed}")
+    runner.__class__ = type(f"Observed{type(runner).__name__}", (mixin, type(runner)), {})
+    runner.harness_observer = observer
+
+
+def request_extra_args(scheduler_output: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Requests that start in this step, with the ``extra_args`` their sampling parameters carry."""
+    for request in scheduler_output.scheduled_new_reqs:
+        extra = getattr(request.sampling_params, "extra_args", None) if request.sampling_params else None
+        yield request.req_id, extra or {}
+
+
+def model_of(worker: Any) -> nn.Module:
+    """The model a worker has loaded (``model_runner.get_model()``)."""
+    model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
+def activation_dtype(worker: Any) -> torch.dtype:
+    """The dtype activations are computed in (``model_config.dtype``)."""
+    dtype: torch.dtype = worker.vllm_config.model_config.dtype
+    return dtype
+
+
+def shut_down(llm: Any) -> None:
+    """Release an engine's processes and memory (``llm_engine.engine_core.shutdown()``)."""
+    engine = getattr(llm, "llm_engine", None)
+    core = getattr(engine, "engine_core", None)
+    if core is None:
+        raise _moved("LLM.llm_engine.engine_core")
+    core.shutdown()
+
+
+def patch_engine_config(transform: Callable[[Any], None]) -> None:
+    """Let ``transform(engine_args)`` run before any engine config is made in this process; once per process.
+
+    Wraps ``EngineArgs.create_engine_config``, the one place that a plain ``LLM(...)`` and ``vllm serve`` share.
+    """
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, "harness_wrapped", False):
+        return
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        transform(self)
+        return original(self, *args, **kwargs)
+
+    create_engine_config.harness_wrapped = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign, assignment]

@@ -1,0 +1,63 @@
+"""The worker class an instrumented engine runs: the platform's own, with taps installed after the weights.
+
+Named to vLLM as a string (``worker_cls``), so that every process and node imports it for itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.vllm import internals
+from harness.vllm.spec import HarnessSpec
+from harness.vllm.taps import TapSet, install_taps
+from harness.vllm.worker_extension import TLWorkerExtension
+
+__all__ = ["WORKER_CLASS", "CaptureWorker"]
+
+WORKER_CLASS = "harness.vllm.worker.CaptureWorker"
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = internals.base_worker_class()
+
+
+class CaptureWorker(TLWorkerExtension, _Base):
+    """The platform's worker plus taps. With no spec in the engine's config it behaves as its base."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the weights, then install: late enough for every module to exist, early enough to be compiled."""
+        super().load_model(*args, **kwargs)
+        spec = self.harness_spec()
+        if spec is None:
+            return
+        self.harness_init(self.install(spec))
+        internals.instrument_runner(self, self)
+
+    def harness_spec(self) -> HarnessSpec | None:
+        """What the driver asked for, out of the engine's own config."""
+        return HarnessSpec.from_config(self.vllm_config.additional_config)
+
+    def install(self, spec: HarnessSpec) -> TapSet:
+        """Resolve each tap's module on this rank and hook it."""
+        model = internals.model_of(self)
+        resolved = [
+            (
+                tap,
+                internals.resolve_dot_path(model, tap.path),
+                internals.resolve_dot_path(model, tap.divisor) if tap.divisor else None,
+            )
+            for tap in spec.taps
+        ]
+        return install_taps(
+            resolved,
+            max_tokens=internals.step_budget(self),
+            dtype=internals.activation_dtype(self),
+            device=self.device,
+        )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Learn the driver's keys of new requests, then run the step."""
+        if self._taps is not None:
+            self.learn_request_keys(scheduler_output)
+        return super().execute_model(scheduler_output)

@@ -5,12 +5,9 @@ May import `harness.errors` only; nothing here knows a backend, an engine or a s
 
 from __future__ import annotations
 
-from harness.models.cache import cache_dir
-from harness.models.cache import materialise
+from harness.models.cache import cache_dir, materialise
 from harness.models.checkpoint import load_config
-from harness.models.registry import ModelSource
-from harness.models.registry import bundled
-from harness.models.registry import resolve
+from harness.models.registry import ModelSource, bundled, resolve
 
 __all__ = ["ModelSource", "bundled", "cache_dir", "load_config", "materialise", "resolve"]
 

@@ -15,18 +15,15 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import filelock
 import platformdirs
 
-from harness.errors import HarnessError
-from harness.errors import UsageError
+from harness.errors import HarnessError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["CACHE_ENV", "MANIFEST", "cache_dir", "materialise"]
 
@@ -139,7 +136,9 @@ def _build(entry: Path, scratch: Path, build: Callable[[Path], None]) -> None:
                 name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()
             },
         }
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (scratch / MANIFEST).write_text(
+            json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         # The rename must not become durable before the bytes it publishes.
         for path in (*files.values(), scratch / MANIFEST):
             _fsync(path)

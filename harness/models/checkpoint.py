@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from harness.errors import UsageError
 
@@ -62,7 +61,9 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers raises ValueError, KeyError, OSError and validation errors alike
+    except (
+        Exception
+    ) as error:  # transformers raises ValueError, KeyError, OSError and validation errors alike
         if fields.get("auto_map"):
             why = f"model_type {fields['model_type']!r} needs code that ships with it, which is never run"
             raise _unreadable(folder, why, "use a checkpoint whose model_type transformers has") from error
@@ -82,7 +83,9 @@ def check_weights(path: str | Path) -> None:
     for name in names:
         shard = folder / name
         if not shard.is_file():
-            raise _unreadable(folder, f"{_INDEX} names {name}, which is missing", "copy the whole folder again")
+            raise _unreadable(
+                folder, f"{_INDEX} names {name}, which is missing", "copy the whole folder again"
+            )
         try:
             with safe_open(shard, framework="numpy") as tensors:
                 empty = not list(tensors.keys())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.errors import UsageError
 from harness.models import smollm2
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelSource", "bundled", "resolve"]
 
+#: One bare word is taken for a bundled name: the hub's own are all under an owner today.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 #: What of a hub repository is fetched: never pickled weights, never code.
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 #: Below this similarity a suggestion misleads more than it helps.
@@ -83,7 +85,7 @@ def resolve(name_or_path: str | Path) -> ModelSource:
     if wanted.strip() and folder.is_dir():
         found = folder.absolute()
         return ModelSource(name=wanted, kind="local", description=f"local folder {found}", get=lambda: found)
-    if _is_hub_id(wanted) and not isinstance(name_or_path, Path):
+    if _HUB_ID.fullmatch(wanted) and not isinstance(name_or_path, Path):
         return _hub(wanted)
     if isinstance(name_or_path, Path) or wanted.startswith((".", "~")) or folder.is_absolute():
         msg = f"model folder {wanted!r} does not exist; {_ways_out(list(sources))}"
@@ -98,22 +100,9 @@ def _ways_out(names: list[str]) -> str:
     return f"use a bundled name ({', '.join(names)}), a checkpoint's folder, or a Hugging Face id owner/name"
 
 
-def _is_hub_id(wanted: str) -> bool:
-    """Say whether `wanted` is a well-formed `owner/name`; one bare word is taken for a bundled name."""
-    from huggingface_hub.errors import HFValidationError  # bundled names need no hub client
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(wanted)
-    except HFValidationError:
-        return False
-    return wanted.count("/") == 1
-
-
 def _hub(repo: str) -> ModelSource:
     """Return the source of a hub id, checked against the local hub cache first: that needs no network."""
-    from huggingface_hub import is_offline_mode
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -123,7 +112,7 @@ def _hub(repo: str) -> ModelSource:
             near = difflib.get_close_matches(repo.split("/")[1].lower(), [m.name for m in bundled()], n=1)
             hint = f", or use the bundled {near[0]!r}" if near else ""
             msg = (
-                f"model {repo!r} is not in the local hub cache and HF_HUB_OFFLINE is set; "
+                f"model {repo!r} is neither a folder nor in the local hub cache, and HF_HUB_OFFLINE is set; "
                 f"unset it, fetch the model before{hint}"
             )
             raise UsageError(msg) from error

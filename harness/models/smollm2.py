@@ -11,8 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import HarnessError
-from harness.errors import UsageError
+from harness.errors import HarnessError, UsageError
 from harness.models.checkpoint import no_progress_bars
 
 if TYPE_CHECKING:
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "NAME", "RECIPE_VERSION", "build", "gguf_file"]
 
 NAME = "smollm2-135m"
-DESCRIPTION = "SmolLM2-135M-Instruct: trained weights, 30 layers, width 576, 9 heads over 3, tied; fp32, 538 MB"
+DESCRIPTION = (
+    "SmolLM2-135M-Instruct: trained weights, 30 layers, width 576, 9 heads over 3, tied; fp32, 538 MB"
+)
 #: Raise when `build` would write other bytes.
 RECIPE_VERSION = 1
 
@@ -75,9 +76,7 @@ def build(folder: Path) -> None:
 def _convert(source: Path, folder: Path) -> None:
     """De-quantise the GGUF file `source` into `folder`."""
     import torch  # listing the models must not pay for torch
-    from transformers import AutoModelForCausalLM
-    from transformers import AutoTokenizer
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     quantised = AutoModelForCausalLM.from_pretrained(
         source.parent,

@@ -6,6 +6,7 @@ The cache tests damage what they build, so they work in folders of their own; Sm
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -18,16 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from harness.errors import HarnessError
-from harness.errors import UsageError
-from harness.models import bundled
-from harness.models import cache
-from harness.models import load_config
-from harness.models import materialise
-from harness.models import resolve
-from harness.models import smollm2
-from harness.models.tiny import TINY_LLAMA
-from harness.models.tiny import values
+from harness.errors import HarnessError, UsageError
+from harness.models import bundled, cache, load_config, materialise, resolve, smollm2
+from harness.models.tiny import TINY_LLAMA, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +133,10 @@ def reshape_the_manifest(entry: Path) -> None:
 )
 @pytest.mark.usefixtures("own_cache")
 def test_a_damaged_entry_is_rebuilt_and_the_log_says_why(
-    damage: Callable[[Path], None], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], None],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = Recipe()
     entry = materialise("toy", 1, recipe)
@@ -213,7 +210,9 @@ def test_processes_that_ask_at_once_build_once(own_cache: Path) -> None:
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    assert [child.communicate()[0].strip() for child in children] == [str(own_cache / "models" / "slow-v1")] * 3
+    assert [child.communicate()[0].strip() for child in children] == [
+        str(own_cache / "models" / "slow-v1")
+    ] * 3
     assert [child.returncode for child in children] == [0, 0, 0]
     assert len((own_cache / "builds").read_text().splitlines()) == 1
 
@@ -286,7 +285,9 @@ def test_a_local_folder_resolves_to_itself(tiny_folder: Path, monkeypatch: pytes
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"unknown model 'smolm2-135M': did you mean 'smollm2-135m'\?") as caught:
+    with pytest.raises(
+        UsageError, match=r"unknown model 'smolm2-135M': did you mean 'smollm2-135m'\?"
+    ) as caught:
         resolve("smolm2-135M")
     assert "owner/name" in str(caught.value)
 
@@ -314,7 +315,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("hub_cache")
 def test_a_hub_id_offline_says_so() -> None:
-    with pytest.raises(UsageError, match=r"'owner/tiny-lama' is not in the local hub cache.*HF_HUB_OFFLINE") as caught:
+    with pytest.raises(
+        UsageError, match=r"'owner/tiny-lama' is neither a folder nor in the local hub cache.*HF_HUB_OFFLINE"
+    ) as caught:
         resolve("owner/tiny-lama")
     assert "'tiny-llama'" in str(caught.value)
 
@@ -449,7 +452,7 @@ def test_tiny_llama_computes_something_worth_comparing(tiny_folder: Path) -> Non
     assert 1.0 < spread.min() < spread.max() < 6.0, "logits must be neither flat nor one-hot"
     assert out.logits.argmax(-1).unique().numel() > 20, "one token must not win everywhere"
     sizes = [hidden.pow(2).mean().sqrt() for hidden in out.hidden_states[:-1]]
-    assert all(after > 1.1 * before for before, after in zip(sizes, sizes[1:], strict=False)), (
+    assert all(after > 1.1 * before for before, after in itertools.pairwise(sizes)), (
         "every block must change the residual stream"
     )
     norms = [value for name, value in model.named_parameters() if name.endswith("norm.weight")]

@@ -1,0 +1,257 @@
+"""One environment, a few sessions: `nox -s parity` is the main job, `nox -s tests` runs every suite there is.
+
+The sessions share one virtual environment, made by the session `env` and kept in a folder named after the
+content of the lock, so that changing the lock makes another one and going back finds the old one again.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+REQUIREMENTS = ROOT / "requirements"
+LOCK = REQUIREMENTS / "cpu.lock"
+TORCH = REQUIREMENTS / "torch.txt"
+
+#: The only Python for which the pinned torch has a CPU build.
+PYTHON = "3.11"
+#: Asked only when the configured indexes have no CPU build of torch.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+#: CUDA builds that fail to import beside a CPU torch, and take transformers down with them.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+#: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
+TEST_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+KEY = hashlib.sha256(
+    b"\0".join([LOCK.read_bytes(), TORCH.read_bytes(), PYTHON.encode(), sysconfig.get_platform().encode()])
+).hexdigest()[:12]
+ENVDIR = ROOT / ".nox" / f"cpu-{KEY}"
+#: Where the environment lies: nox shortens the name of a venv in a deep folder, so it is written down, not guessed.
+POINTER = ENVDIR / "location"
+#: Inside the environment: written last, so an installation that was cut short has none.
+STAMP = "vllm-parity-stamp.json"
+
+nox.needs_version = ">=2025.11"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.envdir = str(ENVDIR)
+nox.options.sessions = ["parity"]
+# Without this a missing Python 3.11 would count as a skipped session, and nox would end in success.
+nox.options.error_on_missing_interpreters = True
+
+
+# --- the shared environment --------------------------------------------------------------------------------
+
+
+def _interpreter() -> str | bool | None:
+    """Nox's own Python where it is the right one (None), another one on PATH, or False: there is none."""
+    if sys.version_info[:2] == tuple(int(part) for part in PYTHON.split(".")):
+        return None
+    return shutil.which(f"python{PYTHON}") or False
+
+
+def _stamp(location: Path) -> dict[str, str]:
+    """What the environment at `location` says was completely installed into it; empty if nothing was."""
+    try:
+        stamp = json.loads((location / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def _location() -> Path | None:
+    """The complete environment of this lock, or None."""
+    try:
+        location = Path(POINTER.read_text(encoding="utf-8").strip())
+    except OSError:
+        return None
+    # A clone that was moved took scripts with it that name the old folder.
+    return location if _stamp(location).get("key") == KEY and ENVDIR in location.parents else None
+
+
+@nox.session(
+    python=_interpreter(), reuse_venv=_location() is not None, download_python="never", default=False
+)
+def env(session: nox.Session) -> None:
+    """Make the environment that the other sessions share, or find it complete."""
+    if session.python is False:
+        session.error(
+            f"the CPU environment needs Python {PYTHON} (this is {sys.version.split()[0]}, and no python{PYTHON} is "
+            f"on PATH): there is no CPU build of {TORCH.read_text().strip()} for another one. Run nox with it: "
+            f"`python{PYTHON} -m venv .nox-env && .nox-env/bin/pip install nox uv && .nox-env/bin/nox`"
+        )
+    location = Path(session.virtualenv.location)
+    project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    wanted = {"key": KEY, "root": str(ROOT), "project": project}
+    stamp = _stamp(location)
+    if stamp.get("key") != KEY:
+        _install_lock(session)
+    if stamp != wanted:
+        (location / STAMP).unlink(missing_ok=True)
+        # uv takes an editable project for installed, whatever its entry points have become since.
+        again = ["--reinstall-package", "vllm-parity"] if session.virtualenv.venv_backend == "uv" else []
+        session.install("--no-deps", "--no-build-isolation", *again, "-e", str(ROOT))
+        (location / STAMP).write_text(json.dumps(wanted), encoding="utf-8")
+        POINTER.write_text(f"{location}\n", encoding="utf-8")
+    _refuse_unwanted(session, location)
+    if stale := sorted(folder.name for folder in ENVDIR.parent.glob("cpu-*") if folder != ENVDIR):
+        session.log(f"environments of other locks, about 2.5 GB each, are still in .nox: {', '.join(stale)}")
+
+
+def _install_lock(session: nox.Session) -> None:
+    """Install torch, then everything else, without letting any package pull its dependencies."""
+    started = time.monotonic()
+    uv = session.virtualenv.venv_backend == "uv"
+    # uv writes no bytecode unless asked, and each of vLLM's processes would compile it again (10 s).
+    bytecode = ["--compile-bytecode"] if uv else []
+    environment = {"UV_FIND_LINKS": links} if uv and (links := _find_links()) else {}
+    torch = ["--no-deps", *bytecode, "-r", str(TORCH)]
+    session.log("torch first, as its own step: from the configured indexes if they have a CPU build")
+    session.install(*torch, env=environment, silent=True, success_codes=range(256))
+    if not _has(Path(session.virtualenv.location), "torch"):
+        session.log("they have none; asking PyTorch's own CPU index")
+        session.install(*torch, "--index-url", TORCH_CPU_INDEX, env=environment)
+    session.install("--no-deps", *bytecode, "-r", str(LOCK), env=environment)
+    session.log(f"installed the lock in {time.monotonic() - started:.0f} s")
+
+
+def _has(location: Path, module: str) -> bool:
+    """Say whether the environment at `location` can find `module`, without importing it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([_python(location), "-c", code], cwd=location, check=False).returncode == 0
+
+
+def _python(location: Path) -> str:
+    return str(location / "bin" / "python")
+
+
+def _refuse_unwanted(session: nox.Session, location: Path) -> None:
+    """Stop if one of the packages that break transformers beside a CPU torch has found its way in."""
+    if found := [module for module in UNWANTED if _has(location, module)]:
+        session.error(
+            f"{', '.join(found)} can be imported in {location}: beside a CPU torch it fails and takes transformers "
+            f"down with it. Something was installed with its dependencies; remove the folder {ENVDIR} and run again"
+        )
+
+
+def _find_links() -> str:
+    """Pip's configured find-links, for uv, which reads no pip configuration; a setting of uv's own wins."""
+    if "UV_FIND_LINKS" in os.environ:
+        return os.environ["UV_FIND_LINKS"]
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    places = os.environ.get("PIP_FIND_LINKS", "").split()
+    for line in answer.stdout.splitlines():  # global.find-links='a\nb'; empty where nox's Python has no pip
+        name, _, value = line.partition("=")
+        if name.endswith(".find-links"):
+            try:
+                places += str(ast.literal_eval(value)).split()
+            except (SyntaxError, ValueError):
+                continue
+    return ",".join(dict.fromkeys(places))
+
+
+def _run(session: nox.Session, *command: str, testing: bool = False) -> None:
+    """Run `python -m …` in the shared environment."""
+    location = _location()
+    if location is None:
+        session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
+    environment = {
+        "VIRTUAL_ENV": str(location),
+        "PATH": os.pathsep.join([str(location / "bin"), os.environ.get("PATH", "")]),
+    }
+    if testing:
+        environment |= {name: os.environ.get(name, value) for name, value in TEST_ENV.items()}
+    session.run(_python(location), "-m", *command, env=environment)
+
+
+# --- what one runs -----------------------------------------------------------------------------------------
+
+
+def _pytest(session: nox.Session, defaults: list[str], *options: str) -> None:
+    """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`."""
+    suites = ROOT / "suites"
+    named = any(
+        not argument.startswith("-")
+        and (path := (ROOT / argument.split("::")[0]).resolve()).exists()
+        and (path == suites or suites in path.parents)
+        for argument in session.posargs
+    )
+    _run(session, "pytest", *([] if named else defaults), *options, *session.posargs, testing=True)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def parity(session: nox.Session) -> None:
+    """Compare vLLM with transformers: every suite that boots an engine. Arguments after -- go to pytest."""
+    _pytest(session, ["suites/", "--ignore=suites/unit"])
+
+
+@nox.session(venv_backend="none", requires=["env"], default=False)
+def tests(session: nox.Session) -> None:
+    """Run everything, unit tests and engines, in the smoke profile. Arguments after -- go to pytest."""
+    _pytest(session, ["suites/"], "--profile", "smoke")
+
+
+@nox.session(venv_backend="none", requires=["env"], default=False)
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and types; changes nothing."""
+    _run(session, "ruff", "check", ".")
+    _run(session, "ruff", "format", "--check", ".")
+    _run(session, "mypy", "--strict", "harness")
+
+
+@nox.session(venv_backend="none", requires=["env"], default=False)
+def bench(session: nox.Session) -> None:
+    """Measure memory and throughput against the budgets. Arguments after -- go to pytest."""
+    suite = Path("suites", "test_budgets.py")
+    if not (ROOT / suite).is_file():
+        session.error(f"the budget suite {suite} is not there yet: nothing was measured")
+    _pytest(session, [str(suite)])
+
+
+@nox.session(venv_backend="uv", reuse_venv=True, default=False)
+def lock(session: nox.Session) -> None:
+    """Rewrite requirements/cpu.lock: names and versions only, torch left to its own file. Takes -- --upgrade."""
+    links = _find_links()
+    session.run(
+        "uv",
+        "pip",
+        "compile",
+        f"--python-version={PYTHON}",
+        "--extra=cpu",
+        "--extra=dev",
+        "--no-header",
+        "--no-annotate",
+        "--no-emit-index-url",
+        "--no-emit-find-links",
+        "--no-emit-package=torch",
+        f"--excludes={REQUIREMENTS / 'excludes.txt'}",
+        f"--output-file={LOCK}",
+        "--quiet",
+        "pyproject.toml",
+        str(REQUIREMENTS / "cpu.in"),
+        *session.posargs,
+        env={"UV_FIND_LINKS": links} if links else {},
+    )
+    pins = LOCK.read_text(encoding="utf-8")
+    header = "# Written by `nox -s lock`. Install with --no-deps, after torch.txt: the lock is complete on purpose.\n"
+    LOCK.write_text(header + pins, encoding="utf-8")
+    for line in pins.splitlines():
+        if "/" in line or "==" not in line:
+            session.error(f"{LOCK.name} must hold names and versions only, and has the line {line!r}")

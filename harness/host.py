@@ -1,0 +1,115 @@
+"""What runs inside an engine's own process: boot one backend, answer messages until told to stop.
+
+The process leads its own session, so that everything it starts can be killed with it; when the suite's end of the pipe
+closes, however the suite died, it kills that whole group itself. No engine outlives its run.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from multiprocessing.connection import Connection
+
+__all__ = ["serve"]
+
+
+def serve(connection: Connection, log_path: str, environment: Mapping[str, str]) -> None:
+    """Entry point of the process: everything printed goes to ``log_path``."""
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stdout.fileno() if sys.stdout else 1)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    messages: queue.Queue[tuple[dict[str, Any], Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, messages), daemon=True, name="suite-watch").start()
+    _answer(connection, messages)
+    sys.stdout.flush()
+    # Engines leave non-daemon threads behind; the work is done and answered, so leave without waiting for them.
+    os._exit(0)
+
+
+def _read(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], Any]]) -> None:
+    """Receive while the main thread works, to notice at once when the suite is gone."""
+    from harness.transport import receive  # noqa: PLC0415
+
+    try:
+        while True:
+            messages.put(receive(connection))
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+
+
+def _answer(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], Any]]) -> None:
+    from harness.transport import send  # noqa: PLC0415
+
+    backend: Any = None
+    while True:
+        header, _ = messages.get()
+        operation = header["op"]
+        try:
+            if operation == "boot":
+                backend = _boot(header["config"])
+                reply: tuple[dict[str, Any], dict[str, Any]] = (_introduce(backend), {})
+            elif operation == "close":
+                if backend is not None:
+                    backend.close()
+                send(connection, {"ok": True})
+                return
+            else:
+                reply = _run(backend, operation, header["arguments"])
+        except BaseException as error:  # noqa: BLE001 - everything is reported to the suite, which raises it there
+            traceback.print_exc()
+            sys.stderr.flush()
+            send(connection, {"ok": False, "error": _describe(error)})
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                return
+        else:
+            send(connection, {"ok": True, **reply[0]}, reply[1])
+
+
+def _boot(config_json: str) -> Any:
+    from harness.backend import BootConfig, load_backend  # noqa: PLC0415
+
+    config = BootConfig.from_json(config_json)
+    return load_backend(config.backend).boot(config)
+
+
+def _introduce(backend: Any) -> dict[str, Any]:
+    return {
+        "describe": backend.describe(),
+        "supported": list(backend.supported_hook_points),
+        "non_fireable": dict(backend.non_fireable_hook_points),
+    }
+
+
+def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    from harness.transport import pack_result  # noqa: PLC0415
+
+    if operation == "forward":
+        return pack_result(backend.forward(**arguments))
+    if operation == "raw_logits":
+        logits = backend.raw_logits(**arguments)
+        return {"count": len(logits)}, {str(i): tensor for i, tensor in enumerate(logits)}
+    msg = f"unknown operation {operation!r}"
+    raise ValueError(msg)
+
+
+def _describe(error: BaseException) -> dict[str, str]:
+    from harness.errors import CaptureError, UsageError  # noqa: PLC0415
+
+    if isinstance(error, UsageError):
+        kind = "usage"
+    elif isinstance(error, CaptureError):
+        kind = "capture"
+    else:
+        kind = "engine"
+    return {"kind": kind, "type": type(error).__name__, "message": str(error)}

@@ -1,0 +1,67 @@
+"""Messages between the suite and an engine's process: a JSON header and safetensors bytes, never pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from harness.errors import EngineError
+from harness.results import ForwardResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from multiprocessing.connection import Connection
+
+__all__ = ["PROTOCOL", "pack_result", "receive", "send", "unpack_result"]
+
+#: Bumped when a message changes its meaning; both ends say theirs.
+PROTOCOL = 1
+
+
+def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Send one message: the header, then the tensors (possibly none)."""
+    connection.send_bytes(json.dumps({"protocol": PROTOCOL, **header}).encode())
+    plain = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
+    connection.send_bytes(save_tensors(plain) if plain else b"")
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Receive one message.
+
+    Raises:
+        EOFError: the other end is gone.
+        EngineError: the other end speaks another protocol version.
+    """
+    header = json.loads(connection.recv_bytes())
+    payload = connection.recv_bytes()
+    if header.get("protocol") != PROTOCOL:
+        msg = f"the engine's process speaks protocol {header.get('protocol')}, this one {PROTOCOL}"
+        raise EngineError(msg)
+    return header, load_tensors(payload) if payload else {}
+
+
+def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Split a result into a header and tensors; the engine's own output stays behind."""
+    tensors = {f"captured/{name}": tensor for name, tensor in result.captured.items()}
+    if result.logits is not None:
+        tensors["logits"] = result.logits
+    header = {"lengths": result.lengths, "new_tokens": result.new_tokens, "stats": result.stats}
+    return header, tensors
+
+
+def unpack_result(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ForwardResult:
+    """Undo :func:`pack_result`; hooks come back in forward order as the header cannot carry it."""
+    from harness.points import HookPoint  # noqa: PLC0415
+
+    names = sorted((n.removeprefix("captured/") for n in tensors if n.startswith("captured/")), key=HookPoint.parse)
+    return ForwardResult(
+        captured={name: tensors[f"captured/{name}"] for name in names},
+        lengths=list(header["lengths"]),
+        new_tokens=[list(tokens) for tokens in header["new_tokens"]],
+        logits=tensors.get("logits"),
+        stats=dict(header["stats"]),
+    )

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import nox
+import nox.command
 
 ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = ROOT / "requirements"
@@ -126,7 +127,13 @@ def _install_lock(session: nox.Session) -> None:
     session.install(*torch, env=environment, silent=True, success_codes=range(256))
     if not _has(Path(session.virtualenv.location), "torch"):
         session.log("they have none; asking PyTorch's own CPU index")
-        session.install(*torch, "--index-url", TORCH_CPU_INDEX, env=environment)
+        try:
+            session.install(*torch, "--index-url", TORCH_CPU_INDEX, env=environment)
+        except nox.command.CommandFailed:
+            session.error(
+                f"no CPU build of {TORCH.read_text().strip()} could be had; on a machine without that index put its "
+                f"wheel into a folder and name the folder in PIP_FIND_LINKS"
+            )
     session.install("--no-deps", *bytecode, "-r", str(LOCK), env=environment)
     session.log(f"installed the lock in {time.monotonic() - started:.0f} s")
 

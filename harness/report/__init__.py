@@ -4,3 +4,7 @@ May import the store; knows no backend and no engine.
 """
 
 from __future__ import annotations
+
+from harness.report.build import build_report
+
+__all__ = ["build_report"]

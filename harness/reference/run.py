@@ -1,0 +1,286 @@
+"""Run the reference over token ids, and keep what it computed: the suites ask for the same rows again and again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from harness.errors import UsageError
+from harness.models import load_config, resolve
+from harness.points import all_points, check_capture, nonfireable_points
+from harness.reference.hooks import architecture_of, capturing, points_of
+from harness.reference.load import as_dtype, dtype_name, load_model
+from harness.reference.truth import exact_forward, load_truth, truth_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "DEFAULT_ATTENTION",
+    "Pair",
+    "ReferenceRun",
+    "References",
+    "check_ids",
+    "forward_logits",
+    "run_reference",
+    "teacher_forced",
+]
+
+logger = logging.getLogger(__name__)
+
+#: What transformers picks by itself, and so what R stands for.
+DEFAULT_ATTENTION = "sdpa"
+_DEFAULT_BYTES = 2 << 30
+
+Role = Literal["truth", "same"]
+Ids = tuple[int, ...]
+
+
+@dataclass
+class ReferenceRun:
+    """What one model computed for some sequences. The tensors may be shared with a cache: read them only.
+
+    Attributes:
+        prompts: token ids per sequence, n_i each.
+        captured: hook → per sequence (n_i, width), at the model's dtype, on the CPU.
+        logits: per sequence (n_i, d_vocab), the model's own, cast to fp32.
+    """
+
+    prompts: list[list[int]]
+    captured: dict[str, list[torch.Tensor]]
+    logits: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two runs a verdict needs: T, and R = the reference at the engine's dtype."""
+
+    truth: ReferenceRun
+    same: ReferenceRun
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One sequence: every hook point, and the logits."""
+
+    captured: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.logits.nbytes + sum(rows.nbytes for rows in self.captured.values())
+
+
+def check_ids(sequences: Any, *, vocab_size: int, max_len: int) -> list[list[int]]:
+    """Return the sequences as lists of ints, checked as an engine checks them. A (batch, seq) tensor is fine too.
+
+    Raises:
+        UsageError: a flat list of ids, no or an empty sequence, an id outside the vocabulary or no int, a sequence
+            longer than ``max_len``.
+    """
+    if isinstance(sequences, str) or not len(sequences):
+        msg = "no prompt was given: pass a list of token id lists"
+        raise UsageError(msg)
+    checked: list[list[int]] = []
+    for number, sequence in enumerate(sequences):
+        if isinstance(sequence, torch.Tensor):
+            ids = sequence.tolist()
+        elif isinstance(sequence, int | str):
+            msg = (
+                f"prompt {number} is {sequence!r}, not a list of token ids; pass [[…], …] even for one prompt"
+            )
+            raise UsageError(msg)
+        else:
+            ids = list(sequence)
+        if not ids:
+            msg = f"prompt {number} is empty; a model needs at least one token"
+            raise UsageError(msg)
+        if len(ids) > max_len:
+            msg = f"prompt {number} has {len(ids)} tokens; at most {max_len} fit"
+            raise UsageError(msg)
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab_size:
+                msg = f"prompt {number}, position {position}: {token!r} is no token id; they are 0 to {vocab_size - 1}"
+                raise UsageError(msg)
+        checked.append(ids)
+    return checked
+
+
+def teacher_forced(prompts: Sequence[Sequence[int]], new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return what to run so that each row an engine computed while generating is computed too.
+
+    The last new token was sampled and never fed back: n_prompt + k - 1 ids per request.
+
+    Raises:
+        UsageError: not one list of new tokens per prompt, or a prompt without a new token.
+    """
+    if len(prompts) != len(new_tokens):
+        msg = (
+            f"{len(prompts)} prompts but {len(new_tokens)} lists of new tokens; there must be one per prompt"
+        )
+        raise UsageError(msg)
+    for number, new in enumerate(new_tokens):
+        if not len(new):
+            msg = f"prompt {number} has no new token; a forward always samples at least one"
+            raise UsageError(msg)
+    return [[*prompt, *new[:-1]] for prompt, new in zip(prompts, new_tokens, strict=True)]
+
+
+def forward_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """Run one sequence alone, without padding or cache: the model's own logits, (n, d_vocab) fp32."""
+    with exact_forward(model.dtype):
+        logits = model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0]
+    # Outside: within, an fp64 tensor stays what it is.
+    return logits.detach().to("cpu", torch.float32)
+
+
+def run_reference(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], capture: Sequence[str]
+) -> ReferenceRun:
+    """Run the sequences one at a time (so that nothing depends on the batch) and capture the asked hooks.
+
+    A model at fp64 runs so that it stays in fp64, see :mod:`harness.reference.truth`.
+
+    Raises:
+        UsageError: a wrong hook name, or ids that :func:`check_ids` refuses.
+        CaptureError: a hook that did not fire exactly once.
+    """
+    names = check_capture(capture, points_of(model), nonfireable_points(model.config.num_hidden_layers))
+    prompts = check_ids(
+        sequences, vocab_size=model.config.vocab_size, max_len=model.config.max_position_embeddings
+    )
+    run = ReferenceRun(prompts=prompts, captured={name: [] for name in names}, logits=[])
+    for ids in prompts:
+        with capturing(model, names) as captured:
+            run.logits.append(forward_logits(model, ids))
+        for name in names:
+            run.captured[name].append(captured[name][0])
+    return run
+
+
+@dataclass
+class References:
+    """The truth and the reference of every sequence the suites ask for, computed once.
+
+    Kept per checkpoint, engine dtype and single sequence, with every hook point, so a new batch of known prompts or
+    another set of hooks costs nothing. The least recently used sequences go first once ``max_bytes`` is reached.
+    Only ``max_loaded`` models are in memory at a time.
+
+    Attributes:
+        max_loaded: models kept; T and R of one checkpoint are two.
+        max_bytes: limit on the kept rows; what a caller holds is not counted.
+        attn_implementation: of R; T is always eager.
+        computed: sequences run so far, for tests and the report.
+        seconds: time spent loading models and in their forwards.
+    """
+
+    max_loaded: int = 1
+    max_bytes: int = _DEFAULT_BYTES
+    attn_implementation: str = DEFAULT_ATTENTION
+    computed: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
+    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids], _Entry] = field(default_factory=OrderedDict)
+    _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept rows."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def get(
+        self,
+        path: str | Path,
+        engine_dtype: torch.dtype | str,
+        sequences: Sequence[Sequence[int]],
+        capture: Sequence[str],
+    ) -> Pair:
+        """Return T and R for ``sequences``, in their order, computing only what isn't kept.
+
+        Raises:
+            UsageError: everything the caller got wrong, before a model is loaded.
+        """
+        dtype = as_dtype(engine_dtype)
+        truth_dtype(dtype)
+        folder = str(resolve(path).fetch().resolve())
+        config = load_config(folder)
+        architecture_of(config)
+        layers = config.num_hidden_layers
+        names = check_capture(capture, all_points(layers), nonfireable_points(layers))
+        prompts = check_ids(sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings)
+        # Begin with the model that is loaded already: half the loads where few are kept.
+        roles: list[Role] = ["truth", "same"]
+        roles.sort(key=lambda role: (folder, dtype, role) not in self._models)
+        runs = {role: self._run(folder, dtype, role, prompts, names) for role in roles}
+        return Pair(truth=runs["truth"], same=runs["same"])
+
+    def close(self) -> None:
+        """Forget every model and every row; safe to call twice."""
+        self._models.clear()
+        self._entries.clear()
+
+    def _run(
+        self, folder: str, dtype: torch.dtype, role: Role, prompts: list[list[int]], names: list[str]
+    ) -> ReferenceRun:
+        """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
+        held: dict[Ids, _Entry] = {}
+        for ids in map(tuple, prompts):
+            if ids in held:
+                continue
+            key = (folder, dtype, role, ids)
+            entry = self._entries.get(key) or self._compute(folder, dtype, role, ids)
+            held[ids] = self._entries[key] = entry
+            self._entries.move_to_end(key)
+        self._evict()
+        entries = [held[tuple(ids)] for ids in prompts]
+        return ReferenceRun(
+            prompts=[list(ids) for ids in prompts],
+            captured={name: [entry.captured[name] for entry in entries] for name in names},
+            logits=[entry.logits for entry in entries],
+        )
+
+    def _compute(self, folder: str, dtype: torch.dtype, role: Role, ids: Ids) -> _Entry:
+        model = self._model(folder, dtype, role)
+        started = time.monotonic()
+        run = run_reference(model, [ids], points_of(model))
+        self.seconds["forward"] += time.monotonic() - started
+        self.computed += 1
+        return _Entry({name: rows[0] for name, rows in run.captured.items()}, run.logits[0])
+
+    def _model(self, folder: str, dtype: torch.dtype, role: Role) -> PreTrainedModel:
+        key = (folder, dtype, role)
+        if key not in self._models:
+            # Freed before the next is loaded: two large models at once may not fit.
+            while len(self._models) >= max(self.max_loaded, 1):
+                self._models.popitem(last=False)
+            started = time.monotonic()
+            self._models[key] = (
+                load_truth(folder, dtype)
+                if role == "truth"
+                else load_model(folder, dtype, attn_implementation=self.attn_implementation)
+            )
+            took = time.monotonic() - started
+            self.seconds["load"] += took
+            logger.info(
+                "reference: loaded %s of %s for an engine at %s, %.1f s",
+                role,
+                folder,
+                dtype_name(dtype),
+                took,
+            )
+        self._models.move_to_end(key)
+        return self._models[key]
+
+    def _evict(self) -> None:
+        """Drop the least recently used sequences until the limit holds."""
+        total = self.nbytes
+        while self._entries and total > self.max_bytes:
+            _, entry = self._entries.popitem(last=False)
+            total -= entry.nbytes

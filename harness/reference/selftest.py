@@ -1,0 +1,294 @@
+"""The reference proves itself: what the hooks say must agree with other ways of reading the same model.
+
+A harness that trusts its reference turns the reference's mistakes into the engine's. Each hook point is read a second
+time by a path that shares neither the module table nor the hook with the first: rows of the embedding matrix, the
+NEXT block's input, ``output_hidden_states``, the inputs of the last projections, the head's input, arithmetic.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.errors import CaptureError
+from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT
+from harness.reference.hooks import MIN_DIVISOR, points_of
+from harness.reference.run import forward_logits, run_reference
+from harness.reference.truth import RecordNarrowing, exact_forward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+__all__ = ["BOUNDS", "check_reference"]
+
+#: How far two readings may be apart, ‖a - b‖ / ‖b‖ per row, in units of the dtype's eps (2⁻⁷ at bf16). Copies of one
+#: tensor agree bit for bit; what is recomputed differs by its roundings, each of at most eps/2.
+BOUNDS = {
+    "copy": 0.0,
+    "projection": 8.0,  # one matrix product, summed in another order
+    "residual": 2.0,  # two additions, against the size of what is added
+    "norm": 4.0,  # square root, product with the weight, division by it
+    "logits": 8.0,  # the norm's three roundings, and a matrix product
+}
+#: The last projection of each branch: its output is the branch's.
+_LAST_PROJECTION = {ATTN_OUT: "self_attn.o_proj", MLP_OUT: "mlp.down_proj"}
+
+
+@dataclass
+class _Readings:
+    """Both readings of one sequence; every tensor (n, width) at the model's dtype, logits (n, d_vocab) fp32."""
+
+    model: PreTrainedModel
+    ids: list[int]
+    captured: dict[str, torch.Tensor]  #: the reading under test
+    logits: torch.Tensor
+    block_in: dict[int, torch.Tensor] = field(default_factory=dict)
+    projection_in: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  #: hook → input of its last projection
+    head_in: torch.Tensor | None = None
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    narrowing: dict[str, int] = field(default_factory=dict)
+
+
+def check_reference(model: PreTrainedModel, ids: Sequence[int]) -> list[str]:
+    """Check the hooks of ``model`` on one sequence.
+
+    Checks of every capture: shape, dtype, finite, no row constant over its channels, and unchanged by later
+    forwards. Then the second readings: the embedding matrix's rows; each block's output against the next one's input
+    and against ``output_hidden_states`` (whose last entry is after the final norm); attention and MLP against their
+    last projections; ``out = before + attn + mlp``; the final norm from the last block's output with the config's
+    eps; the logits from the normalised rows. At fp64: no operation on an fp64 tensor that returns a narrower one.
+
+    Args:
+        model: a loaded model, see :func:`~harness.reference.load.load_model`.
+        ids: two different tokens at least, or a shift by one row can't be seen.
+
+    Returns:
+        One line per defect, naming hook and position; empty when all is well.
+    """
+    try:
+        run = run_reference(model, [ids], points_of(model))
+        read = _Readings(
+            model, list(ids), {hook: rows[0] for hook, rows in run.captured.items()}, run.logits[0]
+        )
+        problems = _malformed(read)
+        if problems:
+            return problems
+        before = {hook: rows.clone() for hook, rows in read.captured.items()}
+        _read_again(read)
+        forward_logits(model, read.ids[::-1])
+        changed = [hook for hook, rows in read.captured.items() if not torch.equal(rows, before[hook])]
+        problems += [f"{hook}: a later forward changed it" for hook in changed]
+        for check in (_embedding, _block_outputs, _projections, _residuals, _final_norm, _logits):
+            problems += check(read)
+    except CaptureError as error:
+        return [str(error)]
+    return problems + [
+        f"fp64: {operation} took fp64 and returned a narrower float, {count} times"
+        for operation, count in read.narrowing.items()
+    ]
+
+
+def _malformed(read: _Readings) -> list[str]:
+    """Everything that can be said of one capture alone."""
+    config, n_rows = read.model.config, len(read.ids)
+    expected = dict.fromkeys(points_of(read.model), ((n_rows, config.hidden_size), read.model.dtype))
+    problems = [f"{hook}: not captured" for hook in expected if hook not in read.captured]
+    values = {**read.captured, "logits": read.logits}
+    expected["logits"] = ((n_rows, config.vocab_size), torch.float32)
+    for hook, rows in values.items():
+        shape, dtype = expected[hook]
+        if tuple(rows.shape) != shape:
+            problems.append(f"{hook}: shape {tuple(rows.shape)}, expected {shape}")
+            continue
+        if rows.dtype != dtype:
+            problems.append(f"{hook}: {rows.dtype}, expected {dtype}")
+        bad = ~rows.isfinite().all(dim=-1)
+        # All-zero rows are the classic of a capture that never happened (vLLM issue 46301).
+        flat = (rows == rows[:, :1]).all(dim=-1)
+        for rows_bad, what in ((bad, "not finite"), (flat, "constant over its channels")):
+            where = rows_bad.nonzero().flatten().tolist()
+            if where:
+                problems.append(
+                    f"{hook}: {len(where)} of {n_rows} rows {what}, the first at position {where[0]}"
+                )
+    return problems
+
+
+def _read_again(read: _Readings) -> None:
+    """One more forward, read at module inputs and through ``output_hidden_states``."""
+    model = read.model
+    tokens = torch.tensor([read.ids], device=model.device)
+    with _reading_inputs(read), exact_forward(model.dtype), RecordNarrowing() as recorder:
+        out = model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    read.hidden_states = [states[0].detach().cpu() for states in out.hidden_states]
+    read.narrowing = recorder.found
+
+
+@contextmanager
+def _reading_inputs(read: _Readings) -> Iterator[None]:
+    """Keep the inputs of blocks, last projections and head. Finds them without the table of ``hooks``."""
+    handles: list[Any] = []
+
+    def keep(module: nn.Module, store: dict[Any, torch.Tensor], key: Any) -> None:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            value = args[0] if args else kwargs["hidden_states"]
+            store[key] = value[0].detach().to("cpu", copy=True)
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    head: dict[str, torch.Tensor] = {}
+    try:
+        for index, layer in enumerate(_layers(read.model)):
+            keep(layer, read.block_in, index)
+            for template in _LAST_PROJECTION:
+                keep(_last_projection(layer, template), read.projection_in, template.format(i=index))
+        keep(read.model.get_output_embeddings(), head, "in")
+        yield
+        read.head_in = head.get("in")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's list of blocks: the one list of that length below the base model."""
+    count = model.config.num_hidden_layers
+    lists = [m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
+        msg = f"{type(model).__name__}: found {len(lists)} lists of {count} blocks, expected one"
+        raise CaptureError(msg)
+    return lists[0]
+
+
+def _last_projection(layer: nn.Module, template: str) -> nn.Linear:
+    """The linear layer whose output is what the branch of ``template`` adds to the residual."""
+    try:
+        module = layer.get_submodule(_LAST_PROJECTION[template])
+    except AttributeError as error:
+        msg = f"{type(layer).__name__} has no {_LAST_PROJECTION[template]}, by which {template} is read again"
+        raise CaptureError(msg) from error
+    if not isinstance(module, torch.nn.Linear):
+        msg = f"{type(layer).__name__}.{_LAST_PROJECTION[template]} is a {type(module).__name__}, not linear"
+        raise CaptureError(msg)
+    return module
+
+
+def _apart(
+    name: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    kind: str,
+    what: str,
+    *,
+    scale: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> list[str]:
+    """Compare (n, width) with (n, width), row by row, and say where the worst row is.
+
+    ``scale`` (n,) is what the difference is measured against, ‖want‖ by default; ``eps`` that of the dtype whose
+    roundings separate the two, ``got``'s by default.
+    """
+    got64, want64 = got.double(), want.double()
+    scale = want64.norm(dim=-1) if scale is None else scale
+    # A row of zeros must equal a row of zeros: 0/0 is agreement, anything else over 0 is not.
+    difference = (got64 - want64).norm(dim=-1)
+    error = torch.where(difference == 0, difference, difference / scale)
+    bound = BOUNDS[kind] * (eps or torch.finfo(got.dtype).eps)
+    wrong = ~(error <= bound)
+    if not bool(wrong.any()):
+        return []
+    worst = int(error.nan_to_num(nan=float("inf")).argmax())
+    count = f"{int(wrong.sum())} of {len(error)} rows"
+    size = f"{float(error[worst]):.2e} (bound {bound:.1e})"
+    return [f"{name}: {count} differ from {what}, the worst at position {worst} by {size}"]
+
+
+def _embedding(read: _Readings) -> list[str]:
+    rows = read.model.get_input_embeddings().weight.detach().cpu()[read.ids]
+    return _apart(EMBED, read.captured[EMBED], rows, "copy", "the embedding matrix's rows")
+
+
+def _block_outputs(read: _Readings) -> list[str]:
+    problems: list[str] = []
+    for index in range(read.model.config.num_hidden_layers - 1):
+        hook = BLOCK_OUT.format(i=index)
+        following = read.block_in[index + 1]
+        problems += _apart(hook, read.captured[hook], following, "copy", f"the input of block {index + 1}")
+        states = read.hidden_states[index + 1]
+        problems += _apart(hook, read.captured[hook], states, "copy", f"hidden_states[{index + 1}]")
+    return problems
+
+
+def _projections(read: _Readings) -> list[str]:
+    problems: list[str] = []
+    for index, layer in enumerate(_layers(read.model)):
+        for template, path in _LAST_PROJECTION.items():
+            hook = template.format(i=index)
+            module = _last_projection(layer, template)
+            wanted = read.projection_in[hook].double() @ module.weight.detach().cpu().double().T
+            if module.bias is not None:
+                wanted += module.bias.detach().cpu().double()
+            problems += _apart(hook, read.captured[hook], wanted, "projection", f"{path} of its input")
+    return problems
+
+
+def _residuals(read: _Readings) -> list[str]:
+    problems: list[str] = []
+    for index in range(read.model.config.num_hidden_layers):
+        hook = BLOCK_OUT.format(i=index)
+        before = BLOCK_OUT.format(i=index - 1) if index else EMBED
+        parts = [
+            read.captured[before],
+            read.captured[ATTN_OUT.format(i=index)],
+            read.captured[MLP_OUT.format(i=index)],
+        ]
+        total = torch.stack([part.double() for part in parts]).sum(dim=0)
+        # Against what is added, not the sum: where a block cancels its input the sum is all rounding.
+        scale = torch.stack([part.double().norm(dim=-1) for part in parts]).sum(dim=0)
+        what = f"{before} + attention + MLP"
+        problems += _apart(hook, read.captured[hook], total, "residual", what, scale=scale)
+    return problems
+
+
+def _final_norm(read: _Readings) -> list[str]:
+    """RMSNorm by its definition, x / sqrt(mean(x²) + eps), with the eps of the config (not of the module)."""
+    last = read.captured[BLOCK_OUT.format(i=read.model.config.num_hidden_layers - 1)].double()
+    normalised = last / (last.square().mean(dim=-1, keepdim=True) + read.model.config.rms_norm_eps).sqrt()
+    kept = _weight(read.model).abs() < MIN_DIVISOR
+    normalised[:, kept] *= _weight(read.model)[kept]
+    name = FINAL_NORM
+    problems = _apart(name, read.captured[name], normalised, "norm", "the last block's output, normalised")
+    weighted = read.captured[name].double() * torch.where(kept, 1.0, _weight(read.model))
+    for value, what in ((read.head_in, "the head's input"), (read.hidden_states[-1], "hidden_states[-1]")):
+        if value is None:
+            problems.append(f"{name}: the head never ran")
+        else:
+            problems += _apart(f"{name} · weight", weighted.to(read.model.dtype), value, "norm", what)
+    return problems
+
+
+def _logits(read: _Readings) -> list[str]:
+    """``(normalised · weight) @ W_U.T``; a soft-cap or scale would show here as a difference."""
+    weight = _weight(read.model)
+    weighted = read.captured[FINAL_NORM].double() * torch.where(weight.abs() < MIN_DIVISOR, 1.0, weight)
+    wanted = weighted @ read.model.get_output_embeddings().weight.detach().cpu().double().T
+    eps = max(torch.finfo(read.model.dtype).eps, torch.finfo(torch.float32).eps)
+    return _apart("logits", read.logits, wanted, "logits", f"{FINAL_NORM} · weight @ W_U.T", eps=eps)
+
+
+def _weight(model: PreTrainedModel) -> torch.Tensor:
+    """The final norm's weight, (width,) fp64, found as the base model's only norm outside its blocks."""
+    norms = [m for m in model.base_model.children() if type(m).__name__.endswith("RMSNorm")]
+    if len(norms) != 1:
+        msg = f"{type(model).__name__}: found {len(norms)} final norms, expected one"
+        raise CaptureError(msg)
+    weight: torch.Tensor = norms[0].weight.detach().cpu().double()
+    return weight

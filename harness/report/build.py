@@ -72,7 +72,7 @@ def render(records: RunRecords) -> str:
             closest=overview.closest(views),
             skips=overview.skips(views),
             tally=tally(records),
-            run=records.run,
+            run_id=str(records.run.get("run_id") or "unknown"),
             damaged=records.damaged,
             heat_levels=HEAT_LEVELS,
             style=Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file

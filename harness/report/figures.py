@@ -42,6 +42,7 @@ HEAT_LEVELS = (
 _BELOW, _NAN_LEVEL = 8, 12
 _HEAT_HEIGHT = 6  # px per row of cells, at most
 _HEAT_MAX_HEIGHT = 230
+_MAX_OUTLINES = 60
 
 
 def kind_of(hook: str) -> str:
@@ -86,7 +87,10 @@ def depth_figure(rows: Sequence[HookRow]) -> Markup:
         [v for row in rows for v in (row.err_engine, row.err_reference, row.bound)], len(rows)
     )
     steps = "".join(f"V{axes.y(row.bound)}H{axes.x(i + 0.5)}" for i, row in enumerate(rows))
-    dashes = "".join(f"M{axes.x(i) - 3} {axes.y(row.err_reference)}h6" for i, row in enumerate(rows))
+    dash = min(max(round(0.8 * (axes.x(1) - axes.x(0))), 4), 20)
+    dashes = "".join(
+        f"M{axes.x(i) - dash // 2} {axes.y(row.err_reference)}h{dash}" for i, row in enumerate(rows)
+    )
     parts = [
         f'<path class=band d="M{axes.x(-0.5)} {_HEIGHT - _BOTTOM}{steps}V{_HEIGHT - _BOTTOM}z"/>',
         _grid(axes, rows),
@@ -161,34 +165,53 @@ def _first_failure(axes: _Axes, rows: Sequence[HookRow]) -> str:
 def heat_map(rows: Sequence[HookRow], max_rows: int, max_columns: int) -> Markup:
     """Each row's error over its bound: positions across (requests side by side), hooks down; log colour.
 
-    Cells hold the largest of what they stand for, so pooling to the caps hides no outlier.
+    Cells hold the largest of what they stand for, so pooling to the caps hides no outlier. Rows that failed a gate of
+    their own are outlined.
 
     Args:
         rows: hooks in forward order.
         max_rows: more hooks are pooled, first by block.
         max_columns: more positions are pooled.
     """
-    with_errors = [row for row in rows if row.row_errors]
-    if not with_errors:
+    shown = [row for row in rows if row.row_errors]
+    if not shown:
         return Markup()
-    widths = [max(len(row.row_errors[r]) if r < len(row.row_errors) else 0 for row in with_errors)
-              for r in range(max(len(row.row_errors) for row in with_errors))]  # fmt: skip
+    widths = [
+        max(len(row.row_errors[request]) if request < len(row.row_errors) else 0 for row in shown)
+        for request in range(max(len(row.row_errors) for row in shown))
+    ]
     pool = max(1, -(-sum(widths) // max_columns))
-    lines = [(row.hook, _cells(row, widths, pool)) for row in with_errors]
-    labels, grid = _pooled_rows(lines, max_rows)
-    starts = [sum(-(-width // pool) for width in widths[:r]) for r in range(len(widths))]
-    return _heat_svg(grid, labels, starts, pool * max(row.rows_per_error for row in with_errors))
+    starts = [sum(-(-width // pool) for width in widths[:request]) for request in range(len(widths))]
+    group_of, labels = _groups([row.hook for row in shown], max_rows)
+    lines: list[list[list[float | None]]] = [[] for _ in labels]
+    for row, group in zip(shown, group_of, strict=True):
+        lines[group].append(_cells(row, widths, pool))
+    grid = [[_worst(column) for column in zip(*group, strict=True)] for group in lines]
+    per_column = pool * max(row.rows_per_error for row in shown)
+    failed = {
+        (starts[request] + position // (pool * row.rows_per_error), group)
+        for row, group in zip(shown, group_of, strict=True)
+        for request, position in row.failed_rows
+        if request < len(starts)
+    }
+    return _heat_svg(grid, labels, starts, sorted(failed)[:_MAX_OUTLINES], per_column)
 
 
 def _cells(row: HookRow, widths: Sequence[int], pool: int) -> list[float | None]:
-    """Error over bound per cell of one hook, None where a request has no such row."""
+    """Error over bound per cell of one hook, None where a request has no such row.
+
+    Every row has a bound of its own, of which only that of the worst row is on record. A row beyond it in a hook that
+    passes was within its own, hence at most 1 there.
+    """
     bound = row.bound if math.isnan(row.row_bound) else row.row_bound
+    most = 1.0 if row.passed else math.inf
     cells: list[float | None] = []
     for request, width in enumerate(widths):
         errors = row.row_errors[request] if request < len(row.row_errors) else ()
         for start in range(0, width, pool):
             part = map(number, errors[start : start + pool])
-            cells.append(_worst([error / bound if bound > 0 else math.nan for error in part]))
+            worst = _worst([error / bound if bound > 0 else math.nan for error in part])
+            cells.append(most if worst is not None and worst > most else worst)
     return cells
 
 
@@ -197,25 +220,15 @@ def _worst(values: Sequence[float | None]) -> float | None:
     return max(present, key=lambda value: math.inf if math.isnan(value) else value, default=None)
 
 
-def _pooled_rows(
-    lines: list[tuple[str, list[float | None]]], max_rows: int
-) -> tuple[list[str], list[list[float | None]]]:
-    """Rows with their labels (block number or hook), pooled by block and then by neighbours until they fit."""
-    blocks = [_BLOCK.fullmatch(hook) for hook, _ in lines]
-    labels = [match[1] if match else kind_of(hook) for (hook, _), match in zip(lines, blocks, strict=True)]
-    grid = [cells for _, cells in lines]
-    if len(grid) > max_rows:
-        groups: dict[str, list[list[float | None]]] = {}
-        for label, cells in zip(labels, grid, strict=True):
-            groups.setdefault(label, []).append(cells)
-        labels = list(groups)
-        grid = [[_worst(column) for column in zip(*group, strict=True)] for group in groups.values()]
-    step = -(-len(grid) // max_rows)
-    pooled = [
-        [_worst(column) for column in zip(*grid[i : i + step], strict=True)]
-        for i in range(0, len(grid), step)
-    ]
-    return labels[::step], pooled
+def _groups(hooks: Sequence[str], max_rows: int) -> tuple[list[int], list[str]]:
+    """Line of each hook, and the lines' labels (block, or kind of hook): one each, or by block, or several blocks."""
+    matches = [_BLOCK.fullmatch(hook) for hook in hooks]
+    names = [match[1] if match else kind_of(hook) for match, hook in zip(matches, hooks, strict=True)]
+    if len(names) <= max_rows:
+        return list(range(len(names))), names
+    blocks = list(dict.fromkeys(names))
+    step = -(-len(blocks) // max_rows)
+    return [blocks.index(name) // step for name in names], blocks[::step]
 
 
 def _level(value: float | None) -> int:
@@ -229,7 +242,11 @@ def _level(value: float | None) -> int:
 
 
 def _heat_svg(
-    grid: list[list[float | None]], labels: list[str], starts: list[int], per_column: int
+    grid: list[list[float | None]],
+    labels: list[str],
+    starts: list[int],
+    outlined: list[tuple[int, int]],
+    per_column: int,
 ) -> Markup:
     image = data_uri(indexed_png([[_level(value) for value in line] for line in grid], HEAT_LEVELS))
     n_columns, n_rows = len(grid[0]), len(grid)
@@ -248,9 +265,13 @@ def _heat_svg(
         parts.append(f'<path class=cut d="M{x} 4v{height}"/>' if start else "")
         if request == 0 or width * (start - starts[request - 1]) / n_columns > _TICK_SPACING:
             parts.append(f"<text x={x} y={height + 18} class=start>{request}:0</text>")
+    for column, line in outlined:
+        corner = f"x={_LEFT + column / n_columns * width:.1f} y={4 + line / n_rows * height:.1f}"
+        size = f"width={width / n_columns:.1f} height={height / n_rows:.1f}"
+        parts.append(f"<rect {corner} {size} class=out />")
     unit = f"request:position, {per_column} positions per cell" if per_column > 1 else "request:position"
-    parts.append(f"<text x={_WIDTH - _RIGHT} y={height + 18} class=end>{unit}</text>")
+    parts.append(f"<text x={_LEFT + width // 2} y={height + 32}>{unit}</text>")
     label = "Row errors over their bound, hooks down, positions across"
     return Markup(  # noqa: S704 - every text in it was escaped
-        f'<svg viewBox="0 0 {_WIDTH} {height + 24}" role=img aria-label="{label}">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {height + 38}" role=img aria-label="{label}">{"".join(parts)}</svg>'
     )

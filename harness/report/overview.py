@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from harness.report.numbers import count, duration, ratio, sci
-from harness.report.view import ICONS, shortened
+from harness.report.text import shortened
+from harness.report.view import ICONS
 from harness.store import tally, why_not_green
 
 if TYPE_CHECKING:

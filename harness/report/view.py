@@ -6,7 +6,6 @@ nearest its bound: a page with every row of every comparison would be too big to
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.report.figures import depth_figure, heat_map
 from harness.report.numbers import count, duration, ratio, sci, ulps
+from harness.report.text import short_values, shortened, value_text
 from harness.store import hook_rows
 from harness.store.hooks import number
 
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
     from harness.store import CaseResult, HookRow
 
-__all__ = ["ICONS", "CaseView", "Comparison", "anchors", "case_view", "comparisons", "shortened"]
+__all__ = ["ICONS", "CaseView", "Comparison", "anchors", "case_view", "comparisons"]
 
 ICONS = {"passed": "✓", "failed": "✗", "skipped": "\N{EN DASH}", "error": "!", "lost": "!", "not-run": "!"}
 _HEAT_PASSING, _HEAT_FAILING = (40, 40), (120, 120)  # rows, columns
-_MAX_MESSAGE, _MAX_DETAIL, _MAX_DETAILS, _MAX_MEASURED = 4000, 240, 24, 60
+_MAX_MESSAGE, _MAX_DETAILS = 4000, 24
 _BEFORE, _AFTER = 4, 8  # hooks shown before and from the first failure on
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
-_GATES = {"aggregate": "all rows", "worst row": "row", "massive rows": "massive", "worst slice": "slice"}
+_GATES = {
+    "aggregate": "all rows",
+    "worst row": "row",
+    "worst slice": "slice",
+    "massive rows": "massive",
+    "massive rows, other channels": "massive, rest",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Panel:
     """A table of hooks with its figures."""
 
     title: str
+    passed: bool
     sentence: str
     notes: tuple[str, ...]
     rows: list[dict[str, Any]]
@@ -66,7 +73,6 @@ class Panel:
     figure: Markup
     heat: Markup
     heat_of: str
-    massive: bool
     k: str
 
 
@@ -78,6 +84,7 @@ class CaseView:
     found: list[Comparison]
     anchor: str
     icon: str
+    variant: str  #: the test's other parameters, which tell cases of one title apart
     config: str  #: ``bf16 compiled tp2``
     seconds: str
     ratio: str
@@ -116,7 +123,7 @@ def comparisons(case: CaseResult) -> list[Comparison]:
             hooks=tuple(hook_rows(verdict)),
             sentence=_sentence(verdict),
             notes=tuple(map(str, verdict.get("notes") or ())),
-            measured=_one_line_of(entry.get("detail")),
+            measured=short_values(entry.get("detail")),
         )
         for entry in case.verdicts
         if (verdict := entry.get("verdict"))
@@ -138,6 +145,7 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
         found=found,
         anchor=anchor,
         icon=ICONS.get(case.outcome, "!"),
+        variant=_variant(case),
         config=" ".join(filter(None, (case.dtype, case.mode, case.topology))),
         seconds=duration(case.seconds),
         ratio=ratio(worst.ratio) if worst else "",
@@ -151,12 +159,13 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
     )
 
 
-def _one_line_of(detail: Any) -> str:
-    """The short values of a comparison's detail; a page has hundreds of them."""
-    if not isinstance(detail, dict):
+def _variant(case: CaseResult) -> str:
+    """``200`` for ``test_x[<engine>-200]``: what is left of a test's parameters without the engine."""
+    parameters = case.id.rpartition("[")[2].removesuffix("]") if case.id.endswith("]") else ""
+    if not case.engine or case.engine not in parameters:
         return ""
-    pairs = [(str(name).replace("_", " "), _value(value)) for name, value in detail.items()]
-    return ", ".join(f"{name} {value}" for name, value in pairs if len(value) <= _MAX_MEASURED)
+    before, _, after = parameters.partition(case.engine)
+    return " ".join(filter(None, (before.removesuffix("-"), after.removeprefix("-"))))
 
 
 def _sentence(verdict: Mapping[str, Any]) -> str:
@@ -196,6 +205,7 @@ def _panel(found: Sequence[Comparison], *, full: bool) -> Panel:
     k = {f"{comparison.k:g}" for comparison in found}
     return Panel(
         title=only.label if only else count(len(found), "comparison"),
+        passed=all(comparison.passed for comparison in found),
         sentence=only.sentence if only else "",
         notes=tuple(dict.fromkeys(note for comparison in found for note in comparison.notes)),
         rows=lines,
@@ -205,7 +215,6 @@ def _panel(found: Sequence[Comparison], *, full: bool) -> Panel:
         figure=depth_figure(rows),
         heat=heat_map(pictured.hooks, *(_HEAT_FAILING if full else _HEAT_PASSING)),
         heat_of="" if only else pictured.label,
-        massive=any(row.n_massive for row in rows),
         k=", ".join(sorted(k)),
     )
 
@@ -234,10 +243,11 @@ def _merged(found: Sequence[Comparison]) -> list[tuple[int, HookRow]]:
 def _cells(row: HookRow) -> dict[str, Any]:
     """One line of the table, as text."""
     name, _, channels = row.gate.partition(" [")
+    place = f"{row.gate_row[0]}:{row.gate_row[1]}" if row.gate_row else channels.rstrip("]")
     return {
         "hook": row.hook,
         "passed": row.passed,
-        "gate": " ".join(filter(None, (_GATES.get(name, name), channels.rstrip("]")))),
+        "gate": " ".join(filter(None, (_GATES.get(name, name), place))),
         "engine": sci(row.gate_engine),
         "reference": sci(row.gate_reference),
         "floor": sci(row.gate_floor),
@@ -259,7 +269,7 @@ def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
         detail = entry.get("detail")
         if not isinstance(detail, dict):
             detail = {} if detail is None else {"detail": detail}
-        pairs = [(str(name), _value(value)) for name, value in detail.items()]
+        pairs = [(str(name), value_text(value)) for name, value in detail.items()]
         if not entry.get("verdict"):
             cut = (
                 [("…", f"{len(pairs) - _MAX_DETAILS} more in results.jsonl")]
@@ -268,22 +278,3 @@ def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
             )
             shown.append((str(entry.get("label") or "detail"), pairs[:_MAX_DETAILS] + cut))
     return shown
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "\N{EN DASH}"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _MAX_DETAIL)
-
-
-def shortened(text: str, limit: int) -> str:
-    """The first ``limit`` characters, saying how many more there are."""
-    return (
-        text
-        if len(text) <= limit
-        else f"{text[:limit]} … ({len(text) - limit:,} characters more in results.jsonl)"
-    )

@@ -29,6 +29,7 @@ class HookRow:
     floor: float
     bound: float
     gate: str
+    gate_row: tuple[int, int] | None  #: (request, position) of the row it judges, if it judges one
     gate_engine: float
     gate_reference: float
     gate_floor: float
@@ -45,6 +46,9 @@ class HookRow:
     min_cosine: float
     max_ulps: float
     amplification: float
+    failed_rows: tuple[
+        tuple[int, int], ...
+    ]  #: (request, position) of the row behind each failed gate that names one
     row_errors: Sequence[Sequence[Any]]  #: as recorded, per request; read each with :func:`number`
     rows_per_error: int  #: consecutive positions each row error is the largest of
 
@@ -83,6 +87,7 @@ def _hook_row(hook: Mapping[str, Any], order: int) -> HookRow:
         floor=number(first.get("floor")),
         bound=number(first.get("bound")),
         gate=_gate_name(deciding),
+        gate_row=_row_of(deciding),
         gate_engine=number(deciding.get("err_engine")),
         gate_reference=number(deciding.get("err_reference")),
         gate_floor=number(deciding.get("floor")),
@@ -99,6 +104,7 @@ def _hook_row(hook: Mapping[str, Any], order: int) -> HookRow:
         min_cosine=number(hook.get("min_cosine")),
         max_ulps=number(hook.get("max_ulps")),
         amplification=number(hook.get("amplification")),
+        failed_rows=tuple(place for gate in gates if not gate.get("passed") and (place := _row_of(gate))),
         row_errors=hook.get("row_errors") or (),
         rows_per_error=int(hook.get("rows_per_error") or 1),
     )
@@ -108,6 +114,11 @@ def _gate_name(gate: Mapping[str, Any]) -> str:
     name = str(gate.get("name", "?"))
     channels = gate.get("slice")
     return f"{name} [{channels[0]}:{channels[1]}]" if channels else name
+
+
+def _row_of(gate: Mapping[str, Any]) -> tuple[int, int] | None:
+    where = gate.get("where")
+    return (int(where.get("request") or 0), int(where.get("position") or 0)) if where else None
 
 
 def _ratio(gate: Mapping[str, Any]) -> float:

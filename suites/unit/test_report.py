@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,8 +113,30 @@ def test_a_run_cut_off_mid_line_still_gives_a_report(tmp_path: Path) -> None:
 
 def test_an_empty_run_and_a_missing_one(tmp_path: Path) -> None:
     assert "NOTHING RAN" in report(tmp_path / "empty", [], []).words
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "results.jsonl").write_bytes(b'{"type": "ru')
+    assert "NOTHING RAN" in Page(build_report(tmp_path / "nothing")).words
     with pytest.raises(UsageError, match="no results to read"):
         build_report(tmp_path / "missing")
+
+
+def test_a_verdict_with_nothing_in_it_is_shown_all_the_same(tmp_path: Path) -> None:
+    cases = [declaration(n) for n in range(3)]
+    bare: dict[str, Any] = {"passed": False, "k": 3.0, "dtype": "bf16", "hooks": []}
+    gateless = {**bare, "hooks": [{"hook": "embed.hook_out", "passed": False, "gates": []}]}
+    page = report(
+        tmp_path,
+        cases,
+        [
+            result(cases[0], "failed", [bare], message="AssertionError: no hook was captured"),
+            result(cases[1], "failed", [gateless, bare]),
+            result(cases[2], verdicts=[{**bare, "passed": True}]),
+        ],
+    )
+    assert (
+        "PARITY BROKEN 2 of 3 cases; first: every hook equals the reference, prompt set 0: Assert"
+        in page.words
+    )
 
 
 def test_a_broken_budget_is_not_called_broken_parity(tmp_path: Path) -> None:

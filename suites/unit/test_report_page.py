@@ -212,3 +212,30 @@ def test_ratios_have_more_digits_where_they_decide(value: float, expected: str) 
 
 def test_durations() -> None:
     assert [duration(s) for s in (0.42, 38.4, 372, math.nan)] == ["0.42 s", "38 s", "6 min 12 s", ""]
+
+
+def test_a_row_within_its_own_bound_is_not_shown_as_over_it() -> None:
+    """Only the worst row's bound is on record; another row may err more and yet be within its own."""
+    verdict = make_verdict(layers=2, lengths=(40,)).to_json()
+    for hook in verdict["hooks"]:
+        hook["row_errors"] = [[hook["gates"][1]["bound"] * (0.99 if i != 7 else 2.0) for i in range(40)]]
+    calm = [{**hook, "row_errors": [[hook["gates"][1]["bound"] * 0.99] * 40]} for hook in verdict["hooks"]]
+    assert heat_map(hook_rows(verdict), 40, 40) == heat_map(hook_rows({"hooks": calm}), 40, 40)
+    assert "class=out" not in heat_map(hook_rows(verdict), 40, 40)
+
+
+def test_the_row_that_failed_is_outlined_where_it_lies() -> None:
+    verdict = make_verdict(layers=2, lengths=(10, 10), broken_from="blocks.1.hook_out").to_json()
+    picture = heat_map(hook_rows(verdict), 40, 40)
+    width, place = 664, 15  # request 1 position 5, of 20 columns; hooks 6 and 7 of 8
+    for line in (6, 7):
+        assert f"<rect x={46 + place / 20 * width:.1f} y={4 + line * 6:.1f} " in picture
+    assert picture.count("class=out") == 2
+
+
+def test_parameters_tell_cases_of_one_title_apart(tmp_path: Path) -> None:
+    engine = "tiny-bf16-eager-tp1-step64"
+    cases = [declaration(n, id=f"t.py::test_x[{engine}-{n}]", engine=engine) for n in (-1, 200)]
+    page = report(tmp_path, cases, [result(case) for case in cases])
+    assert "[-1]" in page.words
+    assert "[200]" in page.words

@@ -42,7 +42,7 @@ HEAT_LEVELS = (
 _BELOW, _NAN_LEVEL = 8, 12
 _HEAT_HEIGHT = 6  # px per row of cells, at most
 _HEAT_MAX_HEIGHT = 230
-_MAX_OUTLINES = 60
+_MAX_OUTLINES = 200
 
 
 def kind_of(hook: str) -> str:

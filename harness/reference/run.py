@@ -36,7 +36,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: What transformers picks by itself, and so what R stands for.
+#: What transformers picks by itself, and so what R stands for. Aggregate noise against eager attention's, over 241 rows:
+#: equal on SmolLM2 (fp32 and bf16, within 10 % at every hook) and on the tiny Llama at fp32; there at bf16 eager, which
+#: rounds its probabilities, is 1.1 to 1.3 times noisier.
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
 

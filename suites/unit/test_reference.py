@@ -782,6 +782,31 @@ class TestSelfTest:
         monkeypatch.setattr(selftest, "forward_logits", reusing)
         self.reported(check_reference(model, IDS), "blocks.1.hook_out: a later forward changed it")
 
+    @pytest.mark.parametrize(
+        "hook", ["blocks.1.attn.hook_out", "blocks.1.mlp.hook_out", "ln_final.hook_normalized"]
+    )
+    def test_a_twentieth_off_shows_in_bf16(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+    ) -> None:
+        def planted(*args: Any) -> ReferenceRun:
+            run = run_reference(*args)
+            edited(hook, row(4, lambda r: r * 1.05))(run)
+            return run
+
+        monkeypatch.setattr(selftest, "run_reference", planted)
+        problems = check_reference(load_model(checkpoint, "bf16"), IDS)
+        self.reported(problems, f"{hook}: 1 of 12 rows differ")
+
+    def test_cancellation_is_no_fault(self, model: PreTrainedModel) -> None:
+        # Two equal channels of the residual that the head subtracts from each other, at 1000 times its usual size:
+        # what SmolLM2's massive channels do to its logits.
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "model.norm.weight")):
+                weight[1] = weight[0]
+        model.model.embed_tokens.weight[:, 1] = model.model.embed_tokens.weight[:, 0]
+        model.lm_head.weight[:, 0], model.lm_head.weight[:, 1] = 150.0, -150.0
+        assert check_reference(model, IDS) == []
+
     def test_eps_is_the_configs(self, model: PreTrainedModel) -> None:
         model.model.norm.variance_epsilon = 1.0
         self.reported(

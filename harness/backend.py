@@ -22,6 +22,8 @@ __all__ = ["DTYPES", "MODES", "Backend", "BootConfig", "Topology", "backend_name
 #: Short names people type → torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 MODES = ("compiled", "eager")
+#: Options every suite engine has; naming them in each id would only be noise.
+_UNNAMED_OPTIONS = ("logprobs_mode", "max_logprobs")
 _TOPOLOGY = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
 
 
@@ -80,12 +82,16 @@ class BootConfig:
 
     @property
     def id(self) -> str:
-        """Readable and unique among configs that differ in anything but ``path``."""
+        """Readable, for logs, test ids and the report; equality of configs is decided by :meth:`to_json`."""
         name = self.model.rstrip("/").rsplit("/", 1)[-1]
         parts = [name, self.short_dtype, self.mode, str(self.topology), f"step{self.max_num_batched_tokens}"]
         if self.backend != "vllm":
             parts.insert(0, self.backend)
-        parts += [f"{key}={str(value).rsplit('.', 1)[-1]}" for key, value in sorted(self.options.items())]
+        parts += [
+            f"{key}={str(value).rsplit('.', 1)[-1]}"
+            for key, value in sorted(self.options.items())
+            if key not in _UNNAMED_OPTIONS
+        ]
         return "-".join(parts)
 
     def to_json(self) -> str:

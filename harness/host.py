@@ -31,10 +31,8 @@ def serve(connection: Connection, log_path: str, environment: Mapping[str, str])
     os.environ.update(environment)
     messages: queue.Queue[tuple[dict[str, Any], Any]] = queue.Queue()
     threading.Thread(target=_read, args=(connection, messages), daemon=True, name="suite-watch").start()
+    # Returning runs the process' own clean-up; what an engine leaves hanging is killed by the suite soon after.
     _answer(connection, messages)
-    sys.stdout.flush()
-    # Engines leave non-daemon threads behind; the work is done and answered, so leave without waiting for them.
-    os._exit(0)
 
 
 def _read(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], Any]]) -> None:

@@ -41,6 +41,9 @@ _LOG_TAIL_LINES = 15
 class Listener(Protocol):
     """Who wants to know what the pool is doing (the progress line, the records)."""
 
+    def boot_started(self, config: BootConfig) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a boot."""
+
     def booting(self, config: BootConfig, seconds: float) -> None:
         """Called about once a second while an engine boots."""
 
@@ -217,6 +220,11 @@ class EnginePool:
 
     def boot(self, config: BootConfig) -> Engine:
         """Boot an engine that the pool does not keep; the caller closes it."""
+        watch = contextlib.nullcontext() if self._listener is None else self._listener.boot_started(config)
+        with watch:
+            return self._boot(config)
+
+    def _boot(self, config: BootConfig) -> Engine:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{config.id}.log"
         ours, theirs = self._context.Pipe()

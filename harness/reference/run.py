@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
 
-Role = Literal["truth", "same"]
+Role = Literal["truth", "same", "other"]
 Ids = tuple[int, ...]
 
 
@@ -63,10 +63,15 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two runs a verdict needs: T, and R = the reference at the engine's dtype."""
+    """The runs a verdict needs: T, and R = the reference at the engine's dtype, in two realisations.
+
+    ``other`` is R with plain attention in place of ``sdpa``: the same mathematics rounded in another order. Some rows of
+    real models are so ill-conditioned that one realisation can be right by luck.
+    """
 
     truth: ReferenceRun
     same: ReferenceRun
+    other: ReferenceRun
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class References:
     Only ``max_loaded`` models are in memory at a time.
 
     Attributes:
-        max_loaded: models kept; T and R of one checkpoint are two.
+        max_loaded: models kept; T and both realisations of R of one checkpoint are three.
         max_bytes: limit on the kept rows; what a caller holds is not counted.
         attn_implementation: of R; T is always eager.
         computed: sequences run so far, for tests and the report.
@@ -218,10 +223,10 @@ class References:
         names = check_capture(capture, all_points(layers), nonfireable_points(layers))
         prompts = check_ids(sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings)
         # Begin with the model that is loaded already: half the loads where few are kept.
-        roles: list[Role] = ["truth", "same"]
+        roles: list[Role] = ["truth", "same", "other"]
         roles.sort(key=lambda role: (folder, dtype, role) not in self._models)
         runs = {role: self._run(folder, dtype, role, prompts, names) for role in roles}
-        return Pair(truth=runs["truth"], same=runs["same"])
+        return Pair(truth=runs["truth"], same=runs["same"], other=runs["other"])
 
     def close(self) -> None:
         """Forget every model and every row; safe to call twice."""
@@ -266,7 +271,7 @@ class References:
             self._models[key] = (
                 load_truth(folder, dtype)
                 if role == "truth"
-                else load_model(folder, dtype, attn_implementation=self.attn_implementation)
+                else load_model(folder, dtype, attn_implementation=self._attention(role))
             )
             took = time.monotonic() - started
             self.seconds["load"] += took
@@ -279,6 +284,12 @@ class References:
             )
         self._models.move_to_end(key)
         return self._models[key]
+
+    def _attention(self, role: Role) -> str:
+        """Attention of a realisation of R; the other one's is whichever the first has not."""
+        if role == "same":
+            return self.attn_implementation
+        return "eager" if self.attn_implementation != "eager" else DEFAULT_ATTENTION
 
     def _evict(self) -> None:
         """Drop the least recently used sequences until the limit holds."""

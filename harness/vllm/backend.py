@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,8 +45,12 @@ class VLLMBackend:
 
     @classmethod
     def boot(cls, config: BootConfig) -> Self:
-        """Boot as ``config`` says; ``options`` go to ``vllm.LLM``, except ``instrument``."""
+        """Boot as ``config`` says; ``options`` go to ``boot_vllm``, except ``instrument`` and ``environment``.
+
+        ``environment`` is set for good: an engine behind this protocol has its process to itself.
+        """
         options = dict(config.options)
+        os.environ.update(options.pop("environment", {}))
         if options.pop("instrument", True):
             bridge = boot_vllm(
                 config.path,

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from harness import points
 from harness.errors import EngineError, UsageError
 from harness.models import load_config, resolve
 from harness.vllm import internals
@@ -15,6 +16,8 @@ from harness.vllm.spec import HarnessSpec
 from harness.vllm.wire import dtype_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from harness.bridge import RemoteBridge
 
 __all__ = ["boot_vllm", "check_boot"]
@@ -136,6 +139,7 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
     enable_position_interventions: bool = False,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    hook_points: Sequence[str] | None = None,
     **vllm_kwargs: Any,
 ) -> RemoteBridge:
     """Boot an engine whose hook points can be captured.
@@ -151,6 +155,8 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
         enable_batching: run eagerly instead of compiled, as in the original. Batches work either way.
         enable_position_interventions: accepted for the original's sake; positions always work.
         tensor_parallel_size, pipeline_parallel_size: 1 for now.
+        hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
+            left out cost no memory and cannot be captured.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
 
     Raises:
@@ -172,6 +178,9 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
         kv_cache_memory_bytes=kv_bytes,
     )
     del hf_config
+    if hook_points is not None:
+        chosen = set(points.select(hook_points, [tap.name for tap in spec.taps]))
+        spec = HarnessSpec(tuple(tap for tap in spec.taps if tap.name in chosen))
     if kv_bytes is not None:
         vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
     from harness.vllm.worker import WORKER_CLASS  # noqa: PLC0415 - imports vLLM, which takes seconds

@@ -1,0 +1,215 @@
+"""The ``parity`` fixture: what a suite calls to run an engine, compare it and say what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.parity.text import failure_message
+from harness.parity.verdict import compare
+from harness.reference.run import teacher_forced
+from harness.results import split_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from harness.backend import BootConfig
+    from harness.parity.types import CaseVerdict
+    from harness.pool import Engine
+    from harness.results import ForwardResult
+    from harness.session import ParitySession
+
+__all__ = ["Parity", "rows_by_hook"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def rows_by_hook(result: ForwardResult) -> dict[str, list[torch.Tensor]]:
+    """A result's captures without padding: hook → one (n_rows, width) per request."""
+    return {name: split_rows(padded, result.lengths) for name, padded in result.captured.items()}
+
+
+class Parity:
+    """One engine and everything it is judged with.
+
+    Attributes:
+        config: which engine.
+    """
+
+    def __init__(self, session: ParitySession, config: BootConfig) -> None:
+        self._session = session
+        self.config = session.located(config)
+        #: The calls judged so far, so that a buffer left over from one of them is recognised.
+        self._judged: list[tuple[str, dict[str, list[torch.Tensor]]]] = []
+
+    @property
+    def engine(self) -> Engine:
+        """The live engine."""
+        return self._session.engine(self.config)
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """The model's Hugging Face config."""
+        from harness.models import load_config
+
+        return load_config(self.config.path)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to one below this."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def step(self) -> int:
+        """Tokens per step; longer prompts are served in chunks."""
+        return self.config.max_num_batched_tokens
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint ships a tokenizer."""
+        return any(Path(self.config.path, name).is_file() for name in _TOKENIZER_FILES)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; a model without one makes the case not applicable."""
+        if not self.has_tokenizer:
+            self.not_applicable(f"{self.config.model} ships no tokenizer")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.config.path)
+
+    def not_applicable(self, reason: str) -> Any:
+        """Skip the case, in the class of things that make no sense for this model."""
+        pytest.skip(f"not-applicable: {reason}")
+
+    def forward(
+        self, prompts: Sequence[Sequence[int]], *, capture: Sequence[str] | None = None, max_new_tokens: int = 1
+    ) -> ForwardResult:
+        """Run prompts on the engine, capturing every point unless told otherwise."""
+        engine = self.engine
+        names = list(engine.supported_hook_points) if capture is None else list(capture)
+        return engine.forward(prompts, capture=names, max_new_tokens=max_new_tokens)
+
+    def judge(
+        self,
+        prompts: Sequence[Sequence[int]],
+        result: ForwardResult,
+        *,
+        label: str = "activations",
+    ) -> CaseVerdict:
+        """Compare an engine's captures with the reference at the same tokens, and record the verdict.
+
+        Decode rows are judged with the engine's own tokens fed to the reference, so one early flip of a near tie does
+        not void the rest.
+        """
+        sequences = teacher_forced(prompts, result.new_tokens)
+        names = list(result.captured)
+        pair = self._session.references.get(self.config.path, self.config.dtype, sequences, names)
+        verdict = compare(
+            rows_by_hook(result),
+            pair.truth.captured,
+            [pair.same.captured, pair.other.captured],
+            dtype=self.config.dtype,
+            n_layers=int(self.hf_config.num_hidden_layers),
+            k=self._session.k,
+            step=self.step,
+            earlier=self._judged,
+            prompt_lengths=[len(prompt) for prompt in prompts],
+            final_norm_weight=self._final_norm_weight,
+        )
+        self._record(
+            label, verdict, {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats}
+        )
+        self._judged.append((f"the call before ({label})", pair.truth.captured))
+        return verdict
+
+    def check(self, prompts: Sequence[Sequence[int]], result: ForwardResult, *, label: str = "activations") -> None:
+        """Like :meth:`judge`, and fail the case where parity is broken."""
+        __tracebackhide__ = True
+        verdict = self.judge(prompts, result, label=label)
+        if not verdict.passed:
+            pytest.fail(failure_message(verdict), pytrace=False)
+
+    def bit_equal(
+        self, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, label: str, what: str
+    ) -> None:
+        """Fail the case unless two lists of tensors agree in every bit; NaNs agree with nothing."""
+        __tracebackhide__ = True
+        import torch
+
+        if len(actual) != len(expected):
+            pytest.fail(f"{what}: {len(actual)} tensors against {len(expected)}", pytrace=False)
+        differing = [
+            (index, tuple(a.shape), tuple(e.shape))
+            for index, (a, e) in enumerate(zip(actual, expected, strict=True))
+            if a.dtype != e.dtype or not torch.equal(a, e)
+        ]
+        detail = {"tensors": len(actual), "elements": sum(t.numel() for t in actual), "differing": len(differing)}
+        self._record(label, None, {**detail, "claim": f"{what}: equal in every bit"})
+        if differing:
+            index, got, want = differing[0]
+            shapes = f"shapes {got} and {want}"
+            if got == want:
+                gap = (actual[index].double() - expected[index].double()).abs()
+                shapes = f"largest difference {float(gap.max()):.3e} at {divmod(int(gap.argmax()), got[-1])}"
+            message = f"{what}: {len(differing)} of {len(actual)} tensors differ, first is number {index}: {shapes}"
+            pytest.fail(message, pytrace=False)
+
+    def note(self, label: str, **detail: Any) -> None:
+        """Put figures or findings that no verdict holds into the case's record."""
+        self._session.record_verdict(label, None, detail)
+
+    @contextlib.contextmanager
+    def spare_engine(self, **options: Any) -> Iterator[Engine]:
+        """A second engine like this one but for ``options``, which nobody else uses; closed at the end.
+
+        An option of None is left out.
+        """
+        changed = {**self.config.options, **{name: value for name, value in options.items() if value is not None}}
+        engine = self._session.pool.boot(dataclasses.replace(self.config, options=changed))
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    @contextlib.contextmanager
+    def planted(self, fault: str, **options: Any) -> Iterator[Parity]:
+        """The same checks on an engine whose worker is broken on purpose; its verdicts are not the case's."""
+        with self.spare_engine(worker_cls=f"harness.faults.workers.{fault}", **options) as engine:
+            yield _OnTrial(self._session, self.config, engine)
+
+    def plain_logits(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[torch.Tensor]:
+        """Raw logits of the same engine with nothing of the harness in it; booted for this call."""
+        with self.spare_engine(instrument=False) as plain:
+            return plain.raw_logits(prompts, max_new_tokens=max_new_tokens)
+
+    @cached_property
+    def _final_norm_weight(self) -> torch.Tensor:
+        return self._session.final_norm_weight(self.config)
+
+    def _record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
+        self._session.record_verdict(label, verdict, detail)
+
+
+class _OnTrial(Parity):
+    """A broken engine: judged like any other, but its red verdicts are what the case wants and not its result."""
+
+    def __init__(self, session: ParitySession, config: BootConfig, engine: Engine) -> None:
+        super().__init__(session, config)
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        """The broken engine."""
+        return self._engine
+
+    def _record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
+        sentence = verdict.divergence.sentence if verdict is not None and verdict.divergence else "no divergence"
+        self._session.record_verdict(f"planted: {label}", None, {**detail, "found": sentence})

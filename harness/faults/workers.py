@@ -1,0 +1,217 @@
+"""Capture workers with one mistake each, of kinds that real projects have shipped (see ``docs/faults.md``).
+
+Chosen by ``worker_cls``; the suites must turn red on every one of them and say what it looks like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness import points
+from harness.vllm.spec import HarnessSpec
+from harness.vllm.worker import CaptureWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from harness.vllm.accumulator import StepRows
+    from harness.vllm.overlays import TapSpec
+    from harness.vllm.taps import TapSet
+
+__all__ = [
+    "AnotherRequestsRows",
+    "DecodeOverwritesPrefill",
+    "LateHooks",
+    "LayerOffByOne",
+    "PostWeightNorm",
+    "ResidualHalfDropped",
+    "RowsOffByOne",
+    "SIDE_CHANNEL",
+    "SpecsInsideKey",
+    "SpecsOutsideKey",
+    "StaleBuffer",
+    "ZerosServed",
+]
+
+
+class _WrongSpec(CaptureWorker):
+    """Installs taps after changing their specs."""
+
+    def respec(self, taps: Sequence[TapSpec]) -> Iterator[TapSpec]:
+        """The specs as this fault gets them wrong."""
+        raise NotImplementedError
+
+    def install(self, spec: HarnessSpec) -> TapSet:
+        """Install the wrong specs."""
+        return super().install(HarnessSpec(tuple(self.respec(spec.taps))))
+
+
+class ResidualHalfDropped(_WrongSpec):
+    """Takes a decoder layer's first output for the residual stream (nnsight 337, vLLM-Hook 11)."""
+
+    def respec(self, taps: Sequence[TapSpec]) -> Iterator[TapSpec]:
+        """No sums."""
+        return (dataclasses.replace(tap, sums=False) for tap in taps)
+
+
+class PostWeightNorm(_WrongSpec):
+    """Serves the final norm after its weight as if it were before it (vLLM 3653's family)."""
+
+    def respec(self, taps: Sequence[TapSpec]) -> Iterator[TapSpec]:
+        """No divisor."""
+        return (dataclasses.replace(tap, divisor="") for tap in taps)
+
+
+class LayerOffByOne(_WrongSpec):
+    """Every block's tap sits on the next block (the last one's on the first)."""
+
+    def respec(self, taps: Sequence[TapSpec]) -> Iterator[TapSpec]:
+        """Rotate the paths of the block outputs."""
+        blocks = [tap for tap in taps if points.HookPoint.parse(tap.name).template == points.BLOCK_OUT]
+        following = {tap.name: after.path for tap, after in zip(blocks, [*blocks[1:], blocks[0]], strict=True)}
+        return (dataclasses.replace(tap, path=following.get(tap.name, tap.path)) for tap in taps)
+
+
+class RowsOffByOne(CaptureWorker):
+    """Rows of a step are read one place too early."""
+
+    def take_rows(self, name: str, total: int) -> torch.Tensor:
+        """Roll the step by one row."""
+        return super().take_rows(name, total).roll(1, dims=0)
+
+
+class AnotherRequestsRows(CaptureWorker):
+    """Takes the batch to be in the opposite order (speculators 279, sglang 4997)."""
+
+    def label_shares(self, shares: Sequence[StepRows]) -> Sequence[StepRows]:
+        """Hand the rows out from the other end."""
+        row, wrong = 0, []
+        for share in reversed(shares):
+            wrong.append(dataclasses.replace(share, row=row))
+            row += share.count
+        return wrong
+
+
+class StaleBuffer(CaptureWorker):
+    """From the second call on, serves what the call before left in the step buffers (vLLM 42245)."""
+
+    _previous: dict[str, torch.Tensor]
+    _latest: dict[str, torch.Tensor]
+
+    def harness_init(self, taps: TapSet) -> None:
+        """Start with no call before."""
+        super().harness_init(taps)
+        self._previous, self._latest = {}, {}
+
+    def tl_reset_capture_flags(self, names: list[str] | None = None) -> None:
+        """A new call begins: what was latest is now the call before."""
+        super().tl_reset_capture_flags(names)
+        self._previous, self._latest = self._latest, {}
+
+    def take_rows(self, name: str, total: int) -> torch.Tensor:
+        """Overlay this step's rows with the previous call's."""
+        rows = super().take_rows(name, total)
+        self._latest[name] = rows.clone()
+        before = self._previous.get(name)
+        if before is not None:
+            n = min(total, before.shape[0])
+            rows[:n] = before[:n]
+        return rows
+
+
+class DecodeOverwritesPrefill(CaptureWorker):
+    """Decode steps write their rows over the prompt's first ones (kaleidoscope 84)."""
+
+    def read_rows(self, request: str, name: str, n_rows: int | None) -> torch.Tensor:
+        """Put each single-row step after the first into the rows from 0 on."""
+        rows = super().read_rows(request, name, n_rows)
+        decoded = [share.start for _, share in self._accumulator.shares[request][1:] if share.count == 1]
+        for target, source in enumerate(decoded):
+            rows[target] = rows[source].clone()
+        return rows
+
+
+class ZerosServed(CaptureWorker):
+    """Serves buffers nobody filled (vLLM 46301)."""
+
+    def take_rows(self, name: str, total: int) -> torch.Tensor:
+        """All zeros."""
+        return torch.zeros_like(super().take_rows(name, total))
+
+
+class LateHooks(CaptureWorker):
+    """Installs after the engine has compiled and warmed up: the graph never learns of the hooks (pytorch 117758)."""
+
+    _late: HarnessSpec | None = None
+
+    def harness_spec(self) -> HarnessSpec | None:
+        """Pretend while loading that nothing was asked for."""
+        return None if self._late is None else super().harness_spec()
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Warm up, then install."""
+        from harness.vllm import internals
+
+        result = super().compile_or_warm_up_model(*args, **kwargs)
+        self._late = HarnessSpec.from_config(self.vllm_config.additional_config)
+        if self._late is not None:
+            self.harness_init(self.install(self._late))
+            internals.instrument_runner(self, self)
+        return result
+
+
+class SpecsOutsideKey(CaptureWorker):
+    """Gets its taps by a side channel that vLLM's compile-cache key does not see (vLLM 53366, 28759).
+
+    Together with :func:`force_caching_backend` it shows what the design avoids: a warm cache serves a graph traced for
+    other taps, and the ones it lacks stay silent.
+    """
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        force_caching_backend(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def harness_spec(self) -> HarnessSpec | None:
+        """Read the taps from a file named in the environment."""
+        import json
+        import os
+        from pathlib import Path
+
+        text = Path(os.environ[SIDE_CHANNEL]).read_text()
+        return HarnessSpec.from_config(json.loads(text))
+
+
+class SpecsInsideKey(CaptureWorker):
+    """The control: the same compile cache, with the taps where they belong."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        force_caching_backend(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+
+#: Names the file that :class:`SpecsOutsideKey` reads.
+SIDE_CHANNEL = "HARNESS_FAULT_SPECS"
+
+
+def force_caching_backend(vllm_config: Any) -> None:
+    """Make the CPU platform compile as CUDA does: through vLLM's own backend, whose graphs are cached under its key.
+
+    On CPU vLLM traces afresh at every boot, so a stale graph could not be shown there. The one pass that names
+    CUDA-only operators is put out of action.
+    """
+    from vllm.compilation.passes.utility import fix_functionalization
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    compilation.mode = CompilationMode.VLLM_COMPILE
+    compilation.backend = "inductor"
+    compilation.compile_sizes = []
+
+    def nothing(self: Any, graph: Any) -> None:
+        del self, graph
+
+    fix_functionalization.FixFunctionalizationPass.__call__ = nothing
+

@@ -1,0 +1,87 @@
+"""Which engines a run needs: the cross product of models, dtypes, modes, topologies and step sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.backend import DTYPES, MODES, BootConfig, Topology
+from harness.errors import UsageError
+
+__all__ = ["DEFAULT_MODELS", "PROFILES", "Plan", "Profile"]
+
+DEFAULT_MODELS = ("smollm2-135m", "tiny-llama")
+_MAX_MODEL_LEN = 256
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much of the matrix a run covers."""
+
+    description: str
+    step_sizes: tuple[int, ...]  #: tokens per step; prompts above are served in chunks
+    examples: int  #: hypothesis examples where a test has any
+
+
+PROFILES = {
+    "smoke": Profile("minutes on two cores", (64,), 50),
+    "full": Profile("every step size", (64, 16, 256), 300),
+    "nightly": Profile("every step size, most examples", (64, 16, 256), 1000),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run was asked to cover."""
+
+    profile: str = "smoke"
+    models: tuple[str, ...] = DEFAULT_MODELS
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    modes: tuple[str, ...] = MODES
+    topologies: tuple[str, ...] = ("tp1",)
+    backend: str = "vllm"
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine can be booted for, by name."""
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                msg = f"--dtype {dtype!r} is not known; there are {', '.join(DTYPES)}"
+                raise UsageError(msg)
+        if self.profile not in PROFILES:
+            msg = f"--profile {self.profile!r} is not known; there are {', '.join(PROFILES)}"
+            raise UsageError(msg)
+        for topology in self.topologies:
+            Topology.parse(topology)
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens per step, smallest set first."""
+        return PROFILES[self.profile].step_sizes
+
+    def configs(self) -> list[BootConfig]:
+        """One config per engine, in the order they should be booted: a model's engines stand together.
+
+        ``path`` is empty; the session fills it once the models are at hand.
+        """
+        return [
+            BootConfig(
+                backend=self.backend,
+                model=model,
+                path="",
+                dtype=DTYPES[dtype],
+                mode=mode,
+                topology=Topology.parse(topology),
+                max_num_batched_tokens=step,
+                max_model_len=_MAX_MODEL_LEN,
+                options=_options(self.backend),
+            )
+            for model in self.models
+            for dtype in self.dtypes
+            for topology in self.topologies
+            for step in self.step_sizes
+            for mode in self.modes
+        ]
+
+
+def _options(backend: str) -> dict[str, object]:
+    """Every vLLM engine can give raw logits too: it costs nothing until asked, and saves the observer test a boot."""
+    return {"logprobs_mode": "raw_logits", "max_logprobs": -1} if backend == "vllm" else {}

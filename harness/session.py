@@ -1,0 +1,219 @@
+"""One parity run: its engines, its references, its records. The pytest plugin only calls into here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.backend import load_backend
+from harness.errors import EngineError
+from harness.pool import Engine, EnginePool
+from harness.progress import BootProgress
+from harness.provenance import collect, redact_argv
+from harness.store import RunStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from harness.backend import BootConfig
+    from harness.models import ModelSource
+    from harness.parity.types import CaseVerdict
+    from harness.plan import Plan
+    from harness.reference.run import References
+
+__all__ = ["CaseLog", "ParitySession"]
+
+#: The truth and both realisations of the same-dtype reference, of one model and dtype.
+_LOADED_REFERENCES = 3
+
+
+@dataclasses.dataclass
+class CaseLog:
+    """What the running case has found so far."""
+
+    id: str
+    started: float
+    verdicts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class ParitySession:
+    """Owns what is expensive, hands it out by key, writes what is found.
+
+    Args:
+        plan: what the run covers.
+        folder: the run's own folder; its records and engine logs go there.
+        uncaptured: a context in which the terminal can be written to.
+        boot_timeout, step_timeout: seconds until an engine counts as hung.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        argv: Sequence[str],
+        uncaptured: Any = contextlib.nullcontext,
+        boot_timeout: float = 600.0,
+        step_timeout: float = 300.0,
+        k: float = 3.0,
+    ) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.k = k
+        self.argv = list(argv)
+        self.progress = BootProgress(uncaptured)
+        self.pool = EnginePool(
+            folder / "engines", boot_timeout=boot_timeout, step_timeout=step_timeout, listener=self
+        )
+        self.store: RunStore | None = None
+        self.case: CaseLog | None = None
+        self._paths: dict[str, str] = {}
+        self._references: References | None = None
+        self._norms: dict[str, torch.Tensor] = {}
+
+    # -- models and engines -----------------------------------------------------------------------------------------
+
+    def preflight(self, configs: Iterable[BootConfig]) -> None:
+        """Refuse, before anything slow, what cannot work; fetch every model that is needed.
+
+        Raises:
+            UsageError: with the first thing that is wrong.
+        """
+        configs = list(configs)
+        sources = {config.model: self.source(config.model) for config in configs}
+        for model, source in sources.items():
+            self._paths[model] = str(source.fetch())
+        for config in configs:
+            check = getattr(load_backend(config.backend), "check", None)
+            if check is not None:
+                check(self.located(config))
+
+    def source(self, model: str) -> ModelSource:
+        """Where a model comes from."""
+        from harness.models import resolve
+
+        return resolve(model)
+
+    def located(self, config: BootConfig) -> BootConfig:
+        """``config`` with the folder of its checkpoint filled in."""
+        if config.path:
+            return config
+        if config.model not in self._paths:
+            self._paths[config.model] = str(self.source(config.model).fetch())
+        return dataclasses.replace(config, path=self._paths[config.model])
+
+    def engine(self, config: BootConfig) -> Engine:
+        """The live engine of ``config``; boots it on first use, and again if it has died since.
+
+        Raises:
+            EngineError: it did not boot.
+        """
+        return self.pool.get(self.located(config))
+
+    @property
+    def references(self) -> References:
+        """The truth and the same-dtype reference, computed once per sequence."""
+        if self._references is None:
+            from harness.reference.run import References
+
+            self._references = References(max_loaded=_LOADED_REFERENCES)
+        return self._references
+
+    def final_norm_weight(self, config: BootConfig) -> torch.Tensor:
+        """The final norm's weight as the checkpoint has it, (width,), to recognise it where it was left folded in."""
+        if config.path not in self._norms:
+            from harness.reference.weights import final_norm_weight
+
+            self._norms[config.path] = final_norm_weight(config.path)
+        return self._norms[config.path]
+
+    # -- the pool's listener ----------------------------------------------------------------------------------------
+
+    def boot_started(self, config: BootConfig) -> contextlib.AbstractContextManager[None]:
+        """Surround a boot with the progress line."""
+        return self.progress.watch(config)
+
+    def booting(self, config: BootConfig, seconds: float) -> None:
+        """Move the progress line."""
+        self.progress.tick(config, seconds)
+
+    def booted(
+        self, config: BootConfig, describe: Mapping[str, Any] | None, error: str | None, log: Path
+    ) -> None:
+        """Record how a boot ended."""
+        self.write(
+            {
+                "type": "engine",
+                "id": config.id,
+                "config": {**dataclasses.asdict(config), "path": Path(config.path).name},
+                "boot_seconds": (describe or {}).get("boot_seconds"),
+                "describe": dict(describe or {}),
+                "log": str(log.relative_to(self.folder)) if log.is_relative_to(self.folder) else log.name,
+                "error": error,
+            }
+        )
+
+    # -- records ----------------------------------------------------------------------------------------------------
+
+    def open_store(self, cases: Sequence[Mapping[str, Any]]) -> None:
+        """Start the run's records and say what is going to be run."""
+        self.store = RunStore.create(
+            self.folder,
+            {
+                "run_id": self.folder.name,
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "command": " ".join(["pytest", *redact_argv(self.argv)]),
+                "argv": redact_argv(self.argv),
+                "profile": self.plan.profile,
+                "k": self.k,
+                "seeds": {"prompts": 0},
+                "provenance": collect(Path(__file__).resolve().parent.parent),
+            },
+        )
+        self.write({"type": "declared", "cases": list(cases)})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record, where a run is being recorded at all."""
+        if self.store is not None:
+            self.store.append(record)
+
+    def begin_case(self, case_id: str) -> None:
+        """Note that a case has started: one that never finishes is known to be lost."""
+        self.case = CaseLog(case_id, time.monotonic())
+        self.write({"type": "started", "id": case_id, "time": time.time()})
+
+    def record_verdict(self, label: str, verdict: CaseVerdict | None, detail: Mapping[str, Any]) -> None:
+        """Add a finding to the running case."""
+        if self.case is not None:
+            payload = verdict.to_json() if verdict is not None else None
+            self.case.verdicts.append({"label": label, "verdict": payload, "detail": dict(detail)})
+
+    def end_case(self, outcome: str, **fields: Any) -> None:
+        """Write what the running case found."""
+        if self.case is None:
+            return
+        self.write(
+            {
+                "type": "case",
+                "id": self.case.id,
+                "outcome": outcome,
+                "seconds": round(time.monotonic() - self.case.started, 3),
+                "verdicts": self.case.verdicts,
+                **fields,
+            }
+        )
+        self.case = None
+
+    def close(self) -> None:
+        """Close engines, references and records; safe to call twice."""
+        with contextlib.suppress(EngineError):
+            self.pool.close()
+        if self._references is not None:
+            self._references.close()
+        if self.store is not None:
+            self.store.close()

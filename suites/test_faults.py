@@ -1,0 +1,49 @@
+"""The harness on trial: broken engine paths that the activation suite must turn red, for the right reason.
+
+Each case boots a worker with one planted mistake and runs a check of ``test_activations`` on it. The case passes when
+that check fails and its message names the mistake. The healthy engine passes the same checks in ``test_activations``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.errors import CaptureError
+from suites import test_activations
+
+#: Fault → the check that must catch it, and what its message must say.
+FAULTS = {
+    "ResidualHalfDropped": (test_activations.test_ragged_batch, r"residual"),
+    "PostWeightNorm": (test_activations.test_ragged_batch, r"ln_final\.hook_normalized is the first .*weight"),
+    "LayerOffByOne": (test_activations.test_ragged_batch, r"blocks\.0\.hook_out .*equals blocks\.1\.hook_out"),
+    "RowsOffByOne": (lambda parity: test_activations.test_prompt_length(parity, 33), r"shifted by one row|one row"),
+    "AnotherRequestsRows": (test_activations.test_ragged_batch, r"request"),
+    "StaleBuffer": (test_activations.test_call_again, r"call before|earlier|the call"),
+    "DecodeOverwritesPrefill": (test_activations.test_decode_steps, r"decode"),
+    "ZerosServed": (test_activations.test_ragged_batch, r"zero"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), smoke={"dtypes": ("fp32",), "modes": ("eager",)})
+def test_planted_fault_is_caught(parity, fault):
+    """A worker with this mistake turns the activation suite red, and the message names the mistake."""
+    check, says = FAULTS[fault]
+    with parity.planted(fault) as faulty, pytest.raises(pytest.fail.Exception) as caught:
+        check(faulty)
+    message = str(caught.value)
+    parity.note(fault, caught_by=getattr(check, "__name__", "test_prompt_length"), message=message.splitlines()[0])
+    assert re.search(says, message, re.DOTALL), f"caught, but not explained as /{says}/:\n{message}"
+
+
+@pytest.mark.parity(
+    models=("tiny-llama",), backends=("vllm",), modes=("compiled",), smoke={"dtypes": ("fp32",)}
+)
+def test_hooks_installed_after_compiling_are_reported_dead(parity):
+    """Hooks added after boot never fire in a compiled engine: an error that names them, never zeros."""
+    with parity.planted("LateHooks") as faulty, pytest.raises(CaptureError) as caught:
+        test_activations.test_prompt_length(faulty, 7)
+    parity.note("LateHooks", message=str(caught.value))
+    assert "embed.hook_out never fired" in str(caught.value)

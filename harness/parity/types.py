@@ -1,6 +1,6 @@
 """What a comparison concludes: plain frozen records, JSON-able, shared by the verdict, the store and the report.
 
-Every error here is relative, ``err(X) = ‖X − T‖₂ / ‖T‖₂`` of one row (or, for a hook, the root mean square of that over
+Every error here is relative, ``err(X) = ‖X - T‖₂ / ‖T‖₂`` of one row (or, for a hook, the root mean square of that over
 its rows), where T is the truth, R the reference at the engine's dtype and E the engine.
 """
 
@@ -53,7 +53,9 @@ class HookVerdict:
     worst_channel: int  #: the channel of the largest |E - T| in that row
     min_cosine: float  #: smallest cosine between an E row and its T row
     max_ulps: float  #: largest |E - T| in units in the last place of the engine's dtype at T's magnitude
-    amplification: float | None = None  #: err_engine of this hook over that of the hook before it in forward order
+    amplification: float | None = (
+        None  #: err_engine of this hook over that of the hook before it in forward order
+    )
     row_errors: tuple[tuple[float, ...], ...] = ()  #: err(E) per request and position, for the heat map
 
     @property

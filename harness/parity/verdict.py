@@ -1,0 +1,136 @@
+"""``compare``: the engine against the truth, judged by what the reference at the engine's dtype gets wrong itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from harness.parity.explain import Clues, Failure, diverge
+from harness.parity.floor import floor as noise_floor
+from harness.parity.floor import full_name
+from harness.parity.gates import DTYPE, Judged, dtype_gate, judge
+from harness.parity.measure import RowTable, measure
+from harness.parity.metrics import aggregate, amplification
+from harness.parity.notes import case_notes
+from harness.parity.rows import Captures, check, depth_of
+from harness.parity.types import CaseVerdict, HookVerdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["compare", "reference_noise"]
+
+
+def reference_noise(truth: Captures, same: Captures) -> dict[str, float]:
+    """R's aggregate error at each hook: the root mean square of its rows' relative errors, massive rows left out."""
+    noise = {}
+    for name in truth:
+        table = measure(same[name], truth[name], [same[name]], dtype="float32", slices=1)
+        rows = table.informative & ~table.massive
+        noise[name] = aggregate(table.engine[rows]) if bool(rows.any()) else 0.0
+    return noise
+
+
+def compare(
+    engine: Captures,
+    truth: Captures,
+    same: Captures | Sequence[Captures],
+    *,
+    dtype: str,
+    n_layers: int,
+    k: float = 3.0,
+    slices: int = 8,
+    hooks: Sequence[str] | None = None,
+    noise: Mapping[str, float] | None = None,
+    check_dtype: bool = True,
+    prompt_lengths: Sequence[int] | None = None,
+    step: int | None = None,
+    earlier: Sequence[tuple[str, Captures]] = (),
+    final_norm_weight: torch.Tensor | None = None,
+    edits: Sequence[tuple[str, torch.Tensor]] = (),
+) -> CaseVerdict:
+    """Judge every hook of a case; where one fails, say where it began and what it looks like.
+
+    Captures are ``{hook: [one (n_i, width) tensor per request]}``, without padding, on the CPU. Width may differ from
+    hook to hook. For interventions pass deltas (edited - clean) on all three sides and ``check_dtype=False``.
+
+    Args:
+        engine: E, at the engine's dtype.
+        truth: T, at a wider dtype.
+        same: R, the reference at the engine's dtype. One realisation, or better several (other attention kernel,
+            embedding jittered by a unit in the last place): some rows of real models are so ill-conditioned that one
+            realisation can be right by luck. The largest of their errors counts.
+        dtype: the engine's, ``bfloat16`` or ``bf16``.
+        n_layers: blocks of the model, for the floor.
+        k: how many times ``max(err(R), floor)`` is allowed.
+        slices: contiguous channel ranges judged separately; 8 catches the edges of 2, 4 and 8 ranks.
+        hooks: which to judge; None for all of the truth's. Others in ``truth`` still serve to explain.
+        noise: hook → R's aggregate error measured on a calibration text, see :func:`reference_noise`. Needed where a
+            case has few rows: the error of one row of R is one draw, and can be small by luck.
+        check_dtype: whether engine tensors of another dtype fail.
+        prompt_lengths: prompt rows per request; later ones are decode rows. Tells those patterns apart.
+        step: ``max_num_batched_tokens``; lets a chunk be named as one.
+        earlier: (label, captures) of calls before this one, to recognise stale buffers.
+        final_norm_weight: (width,) of the final norm, to recognise it folded in.
+        edits: (label, (width,) vector) of interventions, to recognise one that leaked or did not bite.
+
+    Raises:
+        CaptureError: something is missing, surplus or misshapen; see :func:`harness.parity.rows.check`.
+        UsageError: an unknown dtype.
+    """
+    dtype = full_name(dtype)
+    sames = [same] if isinstance(same, Mapping) else list(same)
+    names = check(engine, truth, sames, hooks)
+    tables: dict[str, RowTable] = {}
+    verdicts: list[HookVerdict] = []
+    failing: dict[str, torch.Tensor] = {}
+    for name in names:
+        depth = depth_of(name, n_layers)
+        floor = noise_floor(dtype, depth)
+        table = measure(engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices)
+        judged = judge(table, k=k, floor=floor, noise=(noise or {}).get(name, 0.0))
+        if check_dtype and any(str(tensor.dtype) != f"torch.{dtype}" for tensor in engine[name]):
+            judged = replace(judged, gates=(*judged.gates, dtype_gate(k, floor)))
+        tables[name] = table
+        failing[name] = judged.failing
+        verdicts.append(_hook_verdict(name, depth, table, judged))
+    grown = amplification([verdict.err_engine for verdict in verdicts])
+    verdicts = [replace(v, amplification=ratio) for v, ratio in zip(verdicts, grown, strict=True)]
+    first = next((i for i, verdict in enumerate(verdicts) if not verdict.passed), None)
+    divergence = None
+    if first is not None:
+        clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits)
+        failure = Failure(tuple(verdicts), first, failing[names[first]], tables[names[first]].lengths, dtype)
+        divergence = diverge(engine, truth, failure, clues)
+    notes = case_notes(
+        engine, sames, tables, dtype, wrong_dtype=[v.hook for v in verdicts if _has_dtype_gate(v)]
+    )
+    return CaseVerdict(all(v.passed for v in verdicts), k, dtype, tuple(verdicts), divergence, notes)
+
+
+def _has_dtype_gate(verdict: HookVerdict) -> bool:
+    return any(gate.name == DTYPE for gate in verdict.gates)
+
+
+def _hook_verdict(name: str, depth: int, table: RowTable, judged: Judged) -> HookVerdict:
+    worst = int(table.engine.argmax())
+    # Four digits are what a heat map can show, and a third of the bytes of seventeen.
+    per_request = table.engine.split(list(table.lengths))
+    rows = tuple(tuple(float(f"{error:.4g}") for error in errors.tolist()) for errors in per_request)
+    return HookVerdict(
+        hook=name,
+        depth=depth,
+        passed=judged.passed,
+        gates=judged.gates,
+        n_rows=table.engine.numel(),
+        n_massive=judged.n_massive,
+        max_abs=float(table.max_abs.max()),
+        worst=table.ref(worst),
+        worst_channel=int(table.channel[worst]),
+        min_cosine=float(table.cosine.min()),
+        max_ulps=float(table.ulps.max()),
+        row_errors=rows,
+    )

@@ -12,6 +12,7 @@ import pytest
 
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
+from harness.prompts import calibration
 from harness.reference.run import teacher_forced
 from harness.results import split_rows
 
@@ -115,10 +116,11 @@ class Parity:
         verdict = compare(
             rows_by_hook(result),
             pair.truth.captured,
-            [pair.same.captured, pair.other.captured],
+            [run.captured for run in pair.same],
             dtype=self.config.dtype,
             n_layers=int(self.hf_config.num_hidden_layers),
             k=self._session.k,
+            noise=self._noise,
             step=self.step,
             earlier=self._judged,
             prompt_lengths=[len(prompt) for prompt in prompts],
@@ -189,6 +191,11 @@ class Parity:
         """Raw logits of the same engine with nothing of the harness in it; booted for this call."""
         with self.spare_engine(instrument=False) as plain:
             return plain.raw_logits(prompts, max_new_tokens=max_new_tokens)
+
+    @property
+    def _noise(self) -> dict[str, float]:
+        """The reference's own error per hook at this dtype, measured once per run on the calibration prompts."""
+        return self._session.noise(self.config, lambda: calibration(self))
 
     @cached_property
     def _final_norm_weight(self) -> torch.Tensor:

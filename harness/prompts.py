@@ -1,4 +1,4 @@
-"""The prompts of the suites: real text where a model has a tokenizer, seeded ids where it has none."""
+"""Prompts: real text where a model has a tokenizer, seeded ids where it has none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.check import Parity
 
-__all__ = ["ENGLISH", "PARAGRAPHS", "UNICODE", "of_length"]
+__all__ = ["ENGLISH", "PARAGRAPHS", "UNICODE", "calibration", "of_length"]
 
 #: Written for this project: a few plain paragraphs, so that lengths up to 250 tokens are real text.
 PARAGRAPHS = (
@@ -39,3 +39,8 @@ def of_length(parity: Parity, n: int, *, seed: int = 0) -> list[int]:
             return ids[begin : begin + n]
     rng = random.Random(f"{seed}-{n}")
     return [rng.randrange(3, min(parity.vocab_size, 49152)) for _ in range(n)]
+
+
+def calibration(parity: Parity) -> list[list[int]]:
+    """What the reference's own noise is measured on: 160 tokens, enough rows that their mean is no accident."""
+    return [of_length(parity, 120, seed=11), of_length(parity, 40, seed=12)]

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from harness.backend import load_backend
 from harness.errors import EngineError
+from harness.models import load_config
 from harness.pool import Engine, EnginePool
 from harness.progress import BootProgress
 from harness.provenance import collect, redact_argv
 from harness.store import RunStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CaseLog", "ParitySession"]
 
-#: The truth and both realisations of the same-dtype reference, of one model and dtype.
-_LOADED_REFERENCES = 3
+#: The truth and the same-dtype reference of one model and dtype.
+_LOADED_REFERENCES = 2
 
 
 @dataclasses.dataclass
@@ -74,6 +75,7 @@ class ParitySession:
         self.case: CaseLog | None = None
         self._paths: dict[str, str] = {}
         self._references: References | None = None
+        self._noise: dict[tuple[str, str], dict[str, float]] = {}
         self._norms: dict[str, torch.Tensor] = {}
 
     # -- models and engines -----------------------------------------------------------------------------------------
@@ -131,6 +133,18 @@ class ParitySession:
 
             self._norms[config.path] = final_norm_weight(config.path)
         return self._norms[config.path]
+
+    def noise(self, config: BootConfig, prompts: Callable[[], Sequence[Sequence[int]]]) -> dict[str, float]:
+        """The reference's own aggregate error per hook, measured on ``prompts`` once per checkpoint and dtype."""
+        key = (config.path, config.dtype)
+        if key not in self._noise:
+            from harness.parity.verdict import reference_noise
+            from harness.points import all_points
+
+            layers = int(load_config(config.path).num_hidden_layers)
+            pair = self.references.get(config.path, config.dtype, prompts(), all_points(layers))
+            self._noise[key] = reference_noise(pair.truth.captured, pair.same[0].captured)
+        return self._noise[key]
 
     # -- the pool's listener ----------------------------------------------------------------------------------------
 

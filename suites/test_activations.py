@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.prompts import ENGLISH, PARAGRAPHS, UNICODE, of_length
+from harness.prompts import ENGLISH, PARAGRAPHS, UNICODE, of_length
 
 RAGGED = (33, 1, 120, 7)
 

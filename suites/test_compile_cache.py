@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import CaptureError
-from suites.prompts import of_length
+from harness.prompts import of_length
 
 compiled_tiny = pytest.mark.parity(
     models=("tiny-llama",), backends=("vllm",), modes=("compiled",), smoke={"dtypes": ("fp32",)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.prompts import of_length
+from harness.prompts import of_length
 
 
 @pytest.mark.parity(backends=("vllm",))

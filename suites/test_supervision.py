@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from harness.errors import EngineError, UsageError
-from suites.prompts import of_length
+from harness.prompts import of_length
 
 only_one = pytest.mark.parity(
     models=("tiny-llama",), backends=("vllm",), modes=("eager",), smoke={"dtypes": ("fp32",)}

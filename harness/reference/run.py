@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,13 +13,14 @@ import torch
 
 from harness.errors import UsageError
 from harness.models import load_config, resolve
-from harness.points import all_points, check_capture, nonfireable_points
-from harness.reference.hooks import architecture_of, capturing, points_of
+from harness.points import BLOCK_OUT, all_points, check_capture, nonfireable_points
+from harness.reference.hooks import architecture_of, capturing, module_paths, points_of
 from harness.reference.load import as_dtype, dtype_name, load_model
+from harness.reference.realisations import jitter, onednn_linears
 from harness.reference.truth import exact_forward, load_truth, truth_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedModel
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
 
-Role = Literal["truth", "same", "other"]
+Role = Literal["truth", "same", "jitter1", "jitter2"]
 Ids = tuple[int, ...]
 
 
@@ -63,15 +65,15 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs a verdict needs: T, and R = the reference at the engine's dtype, in two realisations.
+    """The runs a verdict needs: T, and R = the reference at the engine's dtype, in several realisations.
 
-    ``other`` is R with plain attention in place of ``sdpa``: the same mathematics rounded in another order. Some rows of
-    real models are so ill-conditioned that one realisation can be right by luck.
+    The first of ``same`` is R itself; in the others its embedding is moved by a unit in the last place and its linear
+    layers run in oneDNN, see
+    :mod:`harness.reference.realisations`. ``embed.hook_out`` is R's own in all of them.
     """
 
     truth: ReferenceRun
-    same: ReferenceRun
-    other: ReferenceRun
+    same: tuple[ReferenceRun, ...]
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class References:
     Only ``max_loaded`` models are in memory at a time.
 
     Attributes:
-        max_loaded: models kept; T and both realisations of R of one checkpoint are three.
+        max_loaded: models kept; T and R of one checkpoint are two.
         max_bytes: limit on the kept rows; what a caller holds is not counted.
         attn_implementation: of R; T is always eager.
         computed: sequences run so far, for tests and the report.
@@ -223,10 +225,10 @@ class References:
         names = check_capture(capture, all_points(layers), nonfireable_points(layers))
         prompts = check_ids(sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings)
         # Begin with the model that is loaded already: half the loads where few are kept.
-        roles: list[Role] = ["truth", "same", "other"]
-        roles.sort(key=lambda role: (folder, dtype, role) not in self._models)
+        roles: list[Role] = ["truth", "same", "jitter1", "jitter2"]
+        roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
         runs = {role: self._run(folder, dtype, role, prompts, names) for role in roles}
-        return Pair(truth=runs["truth"], same=runs["same"], other=runs["other"])
+        return Pair(truth=runs["truth"], same=(runs["same"], runs["jitter1"], runs["jitter2"]))
 
     def close(self) -> None:
         """Forget every model and every row; safe to call twice."""
@@ -254,9 +256,10 @@ class References:
         )
 
     def _compute(self, folder: str, dtype: torch.dtype, role: Role, ids: Ids) -> _Entry:
-        model = self._model(folder, dtype, role)
+        model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
-        run = run_reference(model, [ids], points_of(model))
+        with _jittered(model, role):
+            run = run_reference(model, [ids], points_of(model))
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
         return _Entry({name: rows[0] for name, rows in run.captured.items()}, run.logits[0])
@@ -271,7 +274,7 @@ class References:
             self._models[key] = (
                 load_truth(folder, dtype)
                 if role == "truth"
-                else load_model(folder, dtype, attn_implementation=self._attention(role))
+                else load_model(folder, dtype, attn_implementation=self.attn_implementation)
             )
             took = time.monotonic() - started
             self.seconds["load"] += took
@@ -285,15 +288,37 @@ class References:
         self._models.move_to_end(key)
         return self._models[key]
 
-    def _attention(self, role: Role) -> str:
-        """Attention of a realisation of R; the other one's is whichever the first has not."""
-        if role == "same":
-            return self.attn_implementation
-        return "eager" if self.attn_implementation != "eager" else DEFAULT_ATTENTION
-
     def _evict(self) -> None:
         """Drop the least recently used sequences until the limit holds."""
         total = self.nbytes
         while self._entries and total > self.max_bytes:
             _, entry = self._entries.popitem(last=False)
             total -= entry.nbytes
+
+
+def _model_role(role: Role) -> Role:
+    """The jittered realisations run on R's own model."""
+    return "truth" if role == "truth" else "same"
+
+
+@contextmanager
+def _jittered(model: PreTrainedModel, role: Role) -> Iterator[None]:
+    """Within it, a jittered role's forward starts from a moved embedding and multiplies in oneDNN."""
+    if not role.startswith("jitter"):
+        yield
+        return
+    seed = int(role.removeprefix("jitter"))
+    # Moved where the first block takes it in, so that the embedding's own capture stays R's.
+    first = model.get_submodule(module_paths(model, [BLOCK_OUT.format(i=0)])[BLOCK_OUT.format(i=0)])
+
+    def move(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (jitter(args[0], seed), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": jitter(kwargs["hidden_states"], seed)}
+
+    handle = first.register_forward_pre_hook(move, with_kwargs=True)
+    try:
+        with onednn_linears(model):
+            yield
+    finally:
+        handle.remove()

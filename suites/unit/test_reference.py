@@ -427,34 +427,52 @@ class TestRun:
 
 
 def entry_bytes(n_rows: int) -> int:
-    """Bytes of one cached sequence of an fp32 engine: T in fp64 and R in fp32, logits in fp32."""
-    return n_rows * (len(POINTS) * WIDTH * (8 + 4) + 2 * VOCAB * 4)
+    """Bytes of one cached sequence of an fp32 engine: T in fp64, three realisations of R in fp32, logits in fp32."""
+    return n_rows * (len(POINTS) * WIDTH * (8 + 3 * 4) + 4 * VOCAB * 4)
 
 
 class TestReferences:
     def test_computed_once(self, checkpoint: Path) -> None:
         references = References()
         first = references.get(checkpoint, "fp32", PROMPTS, POINTS)
-        assert references.computed == 2 * len(PROMPTS)
+        assert references.computed == 4 * len(PROMPTS)
         again = references.get(
             str(checkpoint), torch.float32, [PROMPTS[2], PROMPTS[1], PROMPTS[1]], ["embed.hook_out"]
         )
-        assert references.computed == 2 * len(PROMPTS)
+        assert references.computed == 4 * len(PROMPTS)
         assert again.truth.prompts == [PROMPTS[2], PROMPTS[1], PROMPTS[1]]
-        assert list(again.same.captured) == ["embed.hook_out"]
+        assert list(again.same[0].captured) == ["embed.hook_out"]
         assert again.truth.captured["embed.hook_out"][0] is first.truth.captured["embed.hook_out"][2]
         references.get(checkpoint, "bf16", PROMPTS, POINTS)
-        assert references.computed == 4 * len(PROMPTS)
+        assert references.computed == 8 * len(PROMPTS)
 
     def test_is_what_run_reference_gives(self, checkpoint: Path) -> None:
         pair = References().get(checkpoint, "bf16", PROMPTS, POINTS)
         truth_run = run_reference(load_truth(checkpoint, "bf16"), PROMPTS, POINTS)
         same_run = run_reference(load_model(checkpoint, "bf16", attn_implementation="sdpa"), PROMPTS, POINTS)
-        for got, expected in ((pair.truth, truth_run), (pair.same, same_run)):
+        for got, expected in ((pair.truth, truth_run), (pair.same[0], same_run)):
             assert got.prompts == expected.prompts
             for hook in POINTS:
                 assert all(map(torch.equal, got.captured[hook], expected.captured[hook]))
             assert all(map(torch.equal, got.logits, expected.logits))
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_realisations_differ_by_their_noise(self, checkpoint: Path, dtype: str) -> None:
+        """The jittered ones start one unit away, are no worse than R by much, and leave the embedding R's own."""
+        pair = References().get(checkpoint, dtype, PROMPTS, POINTS)
+
+        def error(run: ReferenceRun, hook: str) -> float:
+            rows, truth = torch.cat(run.captured[hook]).double(), torch.cat(pair.truth.captured[hook]).double()
+            return float((rows - truth).norm() / truth.norm())
+
+        plain, *moved = pair.same
+        assert len(moved) == 2
+        for run in moved:
+            assert all(map(torch.equal, run.captured["embed.hook_out"], plain.captured["embed.hook_out"]))
+            for hook in POINTS[1:]:
+                assert not torch.equal(torch.cat(run.captured[hook]), torch.cat(plain.captured[hook]))
+                assert error(run, hook) < 4 * error(plain, hook)
+        assert not torch.equal(torch.cat(moved[0].captured[POINTS[-1]]), torch.cat(moved[1].captured[POINTS[-1]]))
 
     def test_models_are_freed_before_the_next_is_loaded(
         self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -479,17 +497,17 @@ class TestReferences:
         a, b, c = [1, 2, 3], [4, 5, 6], [7, 8, 9]
         for ids in (a, b, a, c):
             references.get(checkpoint, "fp32", [ids], POINTS)
-        assert references.computed == 6
+        assert references.computed == 12
         assert references.nbytes == 2 * entry_bytes(3)
         references.get(checkpoint, "fp32", [a, c], POINTS)
-        assert references.computed == 6
+        assert references.computed == 12
         references.get(checkpoint, "fp32", [b], POINTS)
-        assert references.computed == 8
+        assert references.computed == 16
 
     def test_a_batch_over_the_limit_still_comes_whole(self, checkpoint: Path) -> None:
         references = References(max_bytes=1)
         pair = references.get(checkpoint, "fp32", PROMPTS, POINTS)
-        assert [len(rows) for rows in pair.same.captured["embed.hook_out"]] == [len(ids) for ids in PROMPTS]
+        assert [len(rows) for rows in pair.same[0].captured["embed.hook_out"]] == [len(ids) for ids in PROMPTS]
         assert references.nbytes == 0
 
     @pytest.mark.parametrize(

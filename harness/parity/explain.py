@@ -79,7 +79,7 @@ def diverge(engine: Captures, truth: Captures, failure: Failure, clues: Clues) -
     refs = [ref_of(index, failure.lengths) for index in failure.failing.nonzero().flatten().tolist()]
     pattern = describe(refs, failure.lengths, prompt_lengths=clues.prompt_lengths, step=clues.step)
     scene = _scene(engine, truth, failure, clues)
-    narrow = channels(scene.engine - scene.own, scene.own.norm(dim=1))
+    narrow = channels(scene.engine - scene.own, scene.own.norm(dim=1)) or _only_slice(verdict)
     match = explain(scene)
     text = _sentence(failure, pattern, refs[0], narrow, last_good, match)
     if narrow:
@@ -93,6 +93,15 @@ def diverge(engine: Captures, truth: Captures, failure: Failure, clues: Clues) -
         match_error=match.error if match else None,
         sentence=text,
     )
+
+
+def _only_slice(verdict: HookVerdict) -> str:
+    """Where nothing but a channel slice failed, that slice: the fault is no larger than the noise of all the others."""
+    failed = [gate for gate in verdict.gates if not gate.passed]
+    if len(failed) != 1 or failed[0].slice is None:
+        return ""
+    begin, end = failed[0].slice
+    return f"only channels {begin} to {end - 1}"
 
 
 def _is(tensor: torch.Tensor, dtype: str) -> bool:

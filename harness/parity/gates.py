@@ -7,9 +7,10 @@ row with a giant channel to everything else in it.
 
 What stands for ``err(R)`` in a row's or a slice's bound is never less than R's aggregate. One row of R is one draw of
 noise, and where it happened to come out small it says little about what the next draw may be; the aggregate says how
-large draws are. With several realisations of R the largest counts, for the same reason, and for a massive row the
-larger of its error with and without its massive channels. A case of one row has no
-aggregate worth the name, so R's noise may also be measured beforehand, on other rows of the same hook (``noise``).
+large draws are. With several realisations of R the largest counts, for the same reason. A case of one row has no
+aggregate worth the name, so R's noise may also be measured beforehand, on other rows of the same hook (``noise``). And
+where a row's residual stream has shrunk by cancellation, the aggregate and the floor count as often as it has shrunk,
+see :func:`harness.parity.floor.carried`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ ROW = "worst row"
 SLICE = "worst slice"
 MASSIVE = "massive rows"
 MASSIVE_REST = "massive rows, other channels"
+#: R's error of a massive row counts this many times: one or two giant channels are all such a row averages over, and a
+#: single draw exceeds three standard deviations once in 400, a mean over a whole row never.
+LUCK = 1.5
+#: A bound above this share of the row's norm lets a wrong row through; such rows are counted and noted.
+VAGUE = 0.5
 DTYPE = "dtype"  #: only there when it failed
 
 
@@ -43,6 +49,7 @@ class Judged:
     gates: tuple[Gate, ...]  #: the aggregate first
     failing: torch.Tensor  #: (N,) bool; empty where all passed
     n_massive: int
+    n_vague: int  #: rows that might be off by more than VAGUE of their norm and still pass
 
     @property
     def passed(self) -> bool:
@@ -57,14 +64,16 @@ class _Rule:
     table: RowTable
     k: float
     floor: float
+    carried: torch.Tensor  #: (N,) how many times larger each row's residual stream has been than it is
 
-    def gate(self, name: str, engine: float, reference: float) -> Gate:
-        base = max(reference, self.floor)
+    def gate(self, name: str, engine: float, reference: float, carried: float) -> Gate:
+        floor = self.floor * carried
+        base = max(reference, floor)
         return Gate(
             name=name,
             err_engine=engine,
             err_reference=reference,
-            floor=self.floor,
+            floor=floor,
             bound=self.k * base,
             required_k=engine / base,
             passed=engine <= self.k * base,
@@ -74,11 +83,11 @@ class _Rule:
         self, name: str, engine: torch.Tensor, same: torch.Tensor, rows: torch.Tensor, pooled: float
     ) -> tuple[Gate, torch.Tensor]:
         """Judge each of ``rows`` (N, bool) by its own bound; return the worst one's gate and which failed (N, bool)."""
-        reference = same.amax(dim=0).clamp(min=pooled)
-        base = reference.clamp(min=self.floor)
+        reference = torch.maximum(same.amax(dim=0), pooled * self.carried)
+        base = torch.maximum(reference, self.floor * self.carried)
         needed = torch.where(rows, engine / base, -1.0)
         worst = int(needed.argmax())
-        gate = self.gate(name, float(engine[worst]), float(reference[worst]))
+        gate = self.gate(name, float(engine[worst]), float(reference[worst]), float(self.carried[worst]))
         return _at_row(gate, self.table, worst), rows & (engine > self.k * base)
 
 
@@ -104,16 +113,19 @@ def _slice_gate(rule: _Rule, rows: torch.Tensor, pooled: float) -> tuple[Gate, t
     reference = torch.stack(
         [slice_errors(_trusted(one[rows]), truth, table.spans) for one in table.same_slices]
     )
-    base = reference.amax(dim=0).clamp(min=pooled)
-    worst = int((engine / base.clamp(min=rule.floor)).argmax())
-    gate = rule.gate(SLICE, float(engine[worst]), float(base[worst]))
+    carried = aggregate(rule.carried[rows])
+    base = reference.amax(dim=0).clamp(min=pooled * carried)
+    worst = int((engine / base.clamp(min=rule.floor * carried)).argmax())
+    gate = rule.gate(SLICE, float(engine[worst]), float(base[worst]), carried)
     share = truth[:, worst].mean()
     energy = table.engine_slices[:, worst]
     exceeding = rows & ((energy / share).sqrt() > gate.bound) if float(share) > 0 else rows & (energy > 0)
     return Gate(**{**vars(gate), "slice": table.spans[worst]}), exceeding
 
 
-def judge(table: RowTable, *, k: float, floor: float, noise: float = 0.0) -> Judged:
+def judge(
+    table: RowTable, *, k: float, floor: float, noise: float = 0.0, carried: torch.Tensor | None = None
+) -> Judged:
     """Apply the rule to one hook.
 
     Args:
@@ -121,8 +133,9 @@ def judge(table: RowTable, *, k: float, floor: float, noise: float = 0.0) -> Jud
         k: how many times the reference's own error an engine may make.
         floor: from :func:`harness.parity.floor.floor`.
         noise: R's aggregate error at this hook, measured beforehand on enough rows; 0 where it was not.
+        carried: (N,) how many times each row's noise counts, from :func:`harness.parity.floor.carried`.
     """
-    rule = _Rule(table, k, floor)
+    rule = _Rule(table, k, floor, torch.ones_like(table.norms) if carried is None else carried)
     informative = table.informative
     massive = table.massive
     ordinary = informative & ~massive
@@ -130,23 +143,27 @@ def judge(table: RowTable, *, k: float, floor: float, noise: float = 0.0) -> Jud
         ordinary = informative if bool(informative.any()) else torch.ones_like(informative)
     same = _trusted(table.same)
     pooled = max(noise, _pooled(same, ordinary))
-    overall = rule.gate(AGGREGATE, aggregate(table.engine[ordinary]), pooled)
+    factor = aggregate(rule.carried[ordinary])
+    overall = rule.gate(AGGREGATE, aggregate(table.engine[ordinary]), pooled * factor, factor)
     row, failing = rule.row_gate(ROW, table.engine, same, ordinary, pooled)
     channels, exceeding = _slice_gate(rule, ordinary, pooled)
     gates = [overall, row, channels]
     if bool(massive.any()):
-        # One giant channel is one draw; the row's other channels tell how large draws are in this row, and the other
-        # way round where the giant's error was carried into them.
-        both = torch.maximum(same, _trusted(table.same_rest))
-        pooled = max(pooled, _pooled(both, massive))
-        full, bad = rule.row_gate(MASSIVE, table.engine, both, massive, pooled)
-        rest, bad_rest = rule.row_gate(MASSIVE_REST, table.engine_rest, both, massive, pooled)
+        giants = LUCK * same
+        full, bad = rule.row_gate(
+            MASSIVE, table.engine, giants, massive, max(pooled, _pooled(giants, massive))
+        )
+        same_rest = _trusted(table.same_rest)
+        pooled_rest = max(pooled, _pooled(same_rest, massive))
+        rest, bad_rest = rule.row_gate(MASSIVE_REST, table.engine_rest, same_rest, massive, pooled_rest)
         gates += [full, rest]
         failing = failing | bad | bad_rest
     if not bool(failing.any()) and not all(gate.passed for gate in gates):
         # Every row keeps its own bound, and yet together they do not: the slice's rows, or all of them.
         failing = exceeding if not channels.passed and bool(exceeding.any()) else ordinary
-    return Judged(tuple(gates), failing, int(massive.sum()))
+    bases = torch.maximum(torch.maximum(same.amax(dim=0), pooled * rule.carried), floor * rule.carried)
+    vague = informative & (k * bases > VAGUE)
+    return Judged(tuple(gates), failing, int(massive.sum()), int(vague.sum()))
 
 
 def dtype_gate(k: float, floor: float) -> Gate:

@@ -81,10 +81,14 @@ def _scales(truth: Rows, lengths: Sequence[int], width: int) -> tuple[torch.Tens
 
 
 def _errors_of(
-    x: torch.Tensor, t: torch.Tensor, scale: torch.Tensor, rest: torch.Tensor, cut: Sequence[tuple[int, int]]
+    x: torch.Tensor,
+    t: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: torch.Tensor,
+    rest: torch.Tensor,
+    cut: Sequence[tuple[int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row errors, row errors without massive channels, and slice energies over the squared norm, of one span."""
-    hidden = metrics.massive_channels(t)
     errors = metrics.row_errors(x, t, scale)
     others = errors
     if bool(hidden.any()):
@@ -114,8 +118,9 @@ def measure(engine: Rows, truth: Rows, same: Sequence[Rows], *, dtype: str, slic
         t, e = gather(truth, group), gather(engine, group)
         here = slice(at, at + t.shape[0])
         at = here.stop
-        of_engine = _errors_of(e, t, scale[here], rest_scale[here], cut)
-        of_same = [_errors_of(gather(r, group), t, scale[here], rest_scale[here], cut) for r in same]
+        hidden = metrics.massive_channels(t)
+        of_engine = _errors_of(e, t, hidden, scale[here], rest_scale[here], cut)
+        of_same = [_errors_of(gather(r, group), t, hidden, scale[here], rest_scale[here], cut) for r in same]
         share = metrics.slice_energies(t, None, cut) / scale[here].square().unsqueeze(1)
         flat = (e == e[:, :1]).all(dim=1) & ~(t == t[:, :1]).all(dim=1)
         zero = flat & (e[:, 0] == 0)

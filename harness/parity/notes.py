@@ -84,6 +84,16 @@ def _broken_reference(tables: Mapping[str, RowTable]) -> list[str]:
     return [f"{what} in {_some(hooks)}; there the floor and its other rows decide"]
 
 
+def _vague_rows(vague: Mapping[str, int]) -> list[str]:
+    hooks = [hook for hook, count in vague.items() if count]
+    if not hooks:
+        return []
+    rows = sum(vague.values())
+    return [
+        f"hardly judged: {rows} row(s) are so noisy at this dtype that half of one may be wrong: {_some(hooks)}"
+    ]
+
+
 def case_notes(
     engine: Captures,
     sames: Sequence[Captures],
@@ -91,6 +101,7 @@ def case_notes(
     dtype: str,
     *,
     wrong_dtype: Sequence[str],
+    vague: Mapping[str, int],
 ) -> tuple[str, ...]:
     """Everything worth a line beside the verdict.
 
@@ -100,6 +111,7 @@ def case_notes(
         tables: the figures of each hook.
         dtype: torch's name of the engine's dtype.
         wrong_dtype: hooks that failed for their captures' dtype.
+        vague: hook → rows whose bound is too wide to mean much.
     """
     rightly_typed = [hook for hook in tables if hook not in wrong_dtype]
     return (
@@ -107,4 +119,5 @@ def case_notes(
         *_narrow_values(engine, sames, rightly_typed, dtype),
         *_flat_rows(tables),
         *_broken_reference(tables),
+        *_vague_rows(vague),
     )

@@ -98,15 +98,12 @@ def describe(
         *_chunks(ends, step),
         *_positions(rows, lengths, step),
     ]
+    pools = [(every, ""), *([(inside, f", {_requests(requests)} only")] if some_only else [])]
     for text, test in patterns:
-        held = [row for row in every if test(*row)]
-        if failing.issubset(held) and len(failing) >= _COVER * len(held):
-            return text
-    if some_only:
-        for text, test in patterns:
-            held = [row for row in inside if test(*row)]
+        for pool, suffix in pools:
+            held = [row for row in pool if test(*row)]
             if failing.issubset(held) and len(failing) >= _COVER * len(held):
-                return f"{text}, {_requests(requests)} only"
+                return text + suffix
     inside_phase = next(
         (text for text, test in _phases(prompt_lengths) if all(test(*row) for row in failing)), ""
     )

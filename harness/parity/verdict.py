@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.parity.explain import Clues, Failure, diverge
+from harness.parity.floor import carried, full_name
 from harness.parity.floor import floor as noise_floor
-from harness.parity.floor import full_name
 from harness.parity.gates import DTYPE, Judged, dtype_gate, judge
 from harness.parity.measure import RowTable, measure
 from harness.parity.metrics import aggregate, amplification
@@ -87,15 +87,20 @@ def compare(
     tables: dict[str, RowTable] = {}
     verdicts: list[HookVerdict] = []
     failing: dict[str, torch.Tensor] = {}
+    vague: dict[str, int] = {}
     for name in names:
+        tables[name] = measure(
+            engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices
+        )
+    factors = carried({name: table.norms for name, table in tables.items()})
+    for name, table in tables.items():
         depth = depth_of(name, n_layers)
         floor = noise_floor(dtype, depth)
-        table = measure(engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices)
-        judged = judge(table, k=k, floor=floor, noise=(noise or {}).get(name, 0.0))
+        judged = judge(table, k=k, floor=floor, noise=(noise or {}).get(name, 0.0), carried=factors[name])
         if check_dtype and any(str(tensor.dtype) != f"torch.{dtype}" for tensor in engine[name]):
             judged = replace(judged, gates=(*judged.gates, dtype_gate(k, floor)))
-        tables[name] = table
         failing[name] = judged.failing
+        vague[name] = judged.n_vague
         verdicts.append(_hook_verdict(name, depth, table, judged))
     grown = amplification([verdict.err_engine for verdict in verdicts])
     verdicts = [replace(v, amplification=ratio) for v, ratio in zip(verdicts, grown, strict=True)]
@@ -105,9 +110,8 @@ def compare(
         clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits)
         failure = Failure(tuple(verdicts), first, failing[names[first]], tables[names[first]].lengths, dtype)
         divergence = diverge(engine, truth, failure, clues)
-    notes = case_notes(
-        engine, sames, tables, dtype, wrong_dtype=[v.hook for v in verdicts if _has_dtype_gate(v)]
-    )
+    wrong_dtype = [verdict.hook for verdict in verdicts if _has_dtype_gate(verdict)]
+    notes = case_notes(engine, sames, tables, dtype, wrong_dtype=wrong_dtype, vague=vague)
     return CaseVerdict(all(v.passed for v in verdicts), k, dtype, tuple(verdicts), divergence, notes)
 
 

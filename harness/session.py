@@ -143,7 +143,8 @@ class ParitySession:
 
             layers = int(load_config(config.path).num_hidden_layers)
             pair = self.references.get(config.path, config.dtype, prompts(), all_points(layers))
-            self._noise[key] = reference_noise(pair.truth.captured, pair.same[0].captured)
+            runs = [reference_noise(pair.truth.captured, run.captured) for run in pair.same]
+            self._noise[key] = {name: max(run[name] for run in runs) for name in runs[0]}
         return self._noise[key]
 
     # -- the pool's listener ----------------------------------------------------------------------------------------

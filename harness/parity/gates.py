@@ -34,9 +34,6 @@ ROW = "worst row"
 SLICE = "worst slice"
 MASSIVE = "massive rows"
 MASSIVE_REST = "massive rows, other channels"
-#: R's error of a massive row counts this many times: one or two giant channels are all such a row averages over, and a
-#: single draw exceeds three standard deviations once in 400, a mean over a whole row never.
-LUCK = 1.5
 #: A bound above this share of the row's norm lets a wrong row through; such rows are counted and noted.
 VAGUE = 0.5
 DTYPE = "dtype"  #: only there when it failed
@@ -149,10 +146,8 @@ def judge(
     channels, exceeding = _slice_gate(rule, ordinary, pooled)
     gates = [overall, row, channels]
     if bool(massive.any()):
-        giants = LUCK * same
-        full, bad = rule.row_gate(
-            MASSIVE, table.engine, giants, massive, max(pooled, _pooled(giants, massive))
-        )
+        pooled_full = max(pooled, _pooled(same, massive))
+        full, bad = rule.row_gate(MASSIVE, table.engine, same, massive, pooled_full)
         same_rest = _trusted(table.same_rest)
         pooled_rest = max(pooled, _pooled(same_rest, massive))
         rest, bad_rest = rule.row_gate(MASSIVE_REST, table.engine_rest, same_rest, massive, pooled_rest)

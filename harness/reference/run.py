@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,8 +43,11 @@ logger = logging.getLogger(__name__)
 #: 1.17 to 1.25 on the tiny Llama. The choice moves a bound by a quarter at most.
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
+#: Jittered realisations of R that every case gets.
+JITTERS = 2
 
-Role = Literal["truth", "same", "jitter1", "jitter2"]
+#: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
+Role = str
 Ids = tuple[int, ...]
 
 
@@ -210,8 +213,17 @@ class References:
         engine_dtype: torch.dtype | str,
         sequences: Sequence[Sequence[int]],
         capture: Sequence[str],
+        *,
+        jitters: int = JITTERS,
     ) -> Pair:
         """Return T and R for ``sequences``, in their order, computing only what isn't kept.
+
+        Args:
+            path: checkpoint folder, bundled name or hub id.
+            engine_dtype: dtype of the engine on trial.
+            sequences: token ids, n_i each.
+            capture: hook names.
+            jitters: how many realisations of R beside the plain one.
 
         Raises:
             UsageError: everything the caller got wrong, before a model is loaded.
@@ -225,10 +237,11 @@ class References:
         names = check_capture(capture, all_points(layers), nonfireable_points(layers))
         prompts = check_ids(sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings)
         # Begin with the model that is loaded already: half the loads where few are kept.
-        roles: list[Role] = ["truth", "same", "jitter1", "jitter2"]
+        jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
+        roles: list[Role] = ["truth", "same", *jittered]
         roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
         runs = {role: self._run(folder, dtype, role, prompts, names) for role in roles}
-        return Pair(truth=runs["truth"], same=(runs["same"], runs["jitter1"], runs["jitter2"]))
+        return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
 
     def close(self) -> None:
         """Forget every model and every row; safe to call twice."""
@@ -262,7 +275,9 @@ class References:
             run = run_reference(model, [ids], points_of(model))
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
-        return _Entry({name: rows[0] for name, rows in run.captured.items()}, run.logits[0])
+        # A further realisation serves as a measure of noise in the captures; its logits would double what is kept.
+        logits = run.logits[0][:0] if role.startswith("jitter") else run.logits[0]
+        return _Entry({name: rows[0] for name, rows in run.captured.items()}, logits)
 
     def _model(self, folder: str, dtype: torch.dtype, role: Role) -> PreTrainedModel:
         key = (folder, dtype, role)

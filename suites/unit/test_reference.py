@@ -428,7 +428,7 @@ class TestRun:
 
 def entry_bytes(n_rows: int) -> int:
     """Bytes of one cached sequence of an fp32 engine: T in fp64, three realisations of R in fp32, logits in fp32."""
-    return n_rows * (len(POINTS) * WIDTH * (8 + 3 * 4) + 4 * VOCAB * 4)
+    return n_rows * (len(POINTS) * WIDTH * (8 + 3 * 4) + 2 * VOCAB * 4)
 
 
 class TestReferences:

@@ -24,12 +24,15 @@ class RowRef:
 class Gate:
     """One of the conditions that must all hold for a hook to pass.
 
-    ``passed`` is ``err_engine <= bound`` with ``bound = k * max(err_reference, floor)``.
+    ``passed`` is ``err_engine <= bound`` with ``bound = k * max(err_reference, floor)``. Errors are infinite where a
+    value is not finite; of the gates of rows the one that needs the largest k is kept.
     """
 
     name: str  #: ``aggregate``, ``worst row``, ``worst slice``, ``massive rows``, ``massive rows, other channels``
     err_engine: float
-    err_reference: float  #: the reference's own error on the same data
+    #: The reference's own error on the same data: the largest of its realisations, for a row or slice at least its
+    #: aggregate.
+    err_reference: float
     floor: float  #: what the dtype alone can cost at this depth
     bound: float
     required_k: float  #: the smallest k that would have passed

@@ -10,7 +10,7 @@ from harness.parity.explain import Clues, Failure, diverge
 from harness.parity.floor import carried, full_name
 from harness.parity.floor import floor as noise_floor
 from harness.parity.gates import DTYPE, Judged, dtype_gate, judge
-from harness.parity.measure import RowTable, measure
+from harness.parity.measure import RowTable, measure, one_thread
 from harness.parity.metrics import aggregate, amplification
 from harness.parity.notes import case_notes
 from harness.parity.rows import Captures, check, depth_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["compare", "reference_noise"]
 
 
+@one_thread()
 def reference_noise(truth: Captures, same: Captures) -> dict[str, float]:
     """R's aggregate error at each hook: the root mean square of its rows' relative errors, massive rows left out."""
     noise = {}
@@ -34,6 +35,7 @@ def reference_noise(truth: Captures, same: Captures) -> dict[str, float]:
     return noise
 
 
+@one_thread()
 def compare(
     engine: Captures,
     truth: Captures,

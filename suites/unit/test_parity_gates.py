@@ -285,6 +285,13 @@ def test_row_errors_are_per_request_and_the_record_is_json():
     assert json.loads(json.dumps(verdict.to_json()))["dtype"] == "float32"
 
 
+def test_the_number_of_threads_is_put_back():
+    before = torch.get_num_threads()
+    with pytest.raises(CaptureError):
+        judge(case(), hooks=[])
+    assert torch.get_num_threads() == before
+
+
 def drop_hook(c):
     del c.engine[HOOK]
 

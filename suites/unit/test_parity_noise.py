@@ -6,8 +6,6 @@ Engine and references make independent errors of equal size, with the structure 
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -19,15 +17,6 @@ SEEDS = 200
 HOOK = "blocks.2.hook_out"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are slower on two threads, and slower still when both are taken."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(seed: int, dtype: str, realisations: int, **options):
     c = stream(seed, dtype=dtype, realisations=realisations, **options)
     return compare(c.engine, c.truth, c.same, dtype=dtype, n_layers=c.n_layers)
@@ -35,37 +24,39 @@ def run(seed: int, dtype: str, realisations: int, **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_false_alarm_in_200_cases(dtype, capsys):
-    """The first half of the seeds with one reference, all of them with three: R as it is, and two jittered."""
-    alarms: Counter[int] = Counter()
+    """Three references, R and two jittered; where a case fails, again with eleven, as the suites do."""
+    first = 0
+    blamed = []
     nearest: dict[str, float] = {}
-    runs = {1: range(SEEDS // 2), 3: range(SEEDS)}
-    for realisations, seeds in runs.items():
-        for seed in seeds:
-            verdict = run(seed, dtype, realisations)
-            alarms[realisations] += not verdict.passed
-            if realisations == 3:
-                for gate in (gate for hook in verdict.hooks for gate in hook.gates):
-                    nearest[gate.name] = max(nearest.get(gate.name, 0.0), gate.required_k)
+    for seed in range(SEEDS):
+        verdict = run(seed, dtype, 3)
+        for gate in (gate for hook in verdict.hooks for gate in hook.gates):
+            nearest[gate.name] = max(nearest.get(gate.name, 0.0), gate.required_k)
+        if not verdict.passed:
+            first += 1
+            blamed += [seed] if not run(seed, dtype, 11).passed else []
     with capsys.disabled():
-        rates = ", ".join(f"{alarms[m]} of {len(seeds)} with {m} reference(s)" for m, seeds in runs.items())
         figures = ", ".join(f"{name} {k:.2f}" for name, k in nearest.items())
-        print(f"\nfalse alarms at {dtype}, k = 3: {rates}; largest k needed with 3: {figures}")
-    assert not any(alarms.values())
+        print(
+            f"\nfalse alarms at {dtype}, k = 3: {len(blamed)} of {SEEDS} ({first} looked at twice); k needed: {figures}"
+        )
+    assert not blamed
+    assert first <= 2
 
 
 def test_fragile_rows_are_why_several_realisations_are_asked_for(capsys):
-    """Two rows whose error is a single random number: one reference is often right by luck, seven seldom all are."""
+    """Two rows whose error is a single random number: one reference is often right by luck, eleven never all are."""
     alarms = {
-        m: sum(not run(seed, "bfloat16", m, fragile_rows=2).passed for seed in range(40)) for m in (1, 3, 7)
+        m: sum(not run(seed, "bfloat16", m, fragile_rows=2).passed for seed in range(40)) for m in (1, 3, 11)
     }
     with capsys.disabled():
         print(f"\nfalse alarms with two fragile rows, of 40, by number of references: {alarms}")
     assert alarms[1] > 8
-    assert alarms[7] <= 1
-    assert alarms[1] > alarms[3] >= alarms[7]
+    assert alarms[11] == 0
+    assert alarms[1] > alarms[3] >= alarms[11]
 
 
-def test_an_engine_twice_as_noisy_is_still_let_through_mostly_and_five_times_never():
+def test_half_as_noisy_again_mostly_passes_and_five_times_never():
     passed = {
         ratio: sum(run(s, "float32", 3, noise_ratio=ratio).passed for s in range(15)) for ratio in (1.5, 5.0)
     }

@@ -26,23 +26,38 @@ __all__ = ["moved_rows", "stale_rows"]
 _PROBES = 3
 #: Equal rows kept per probe; a prompt of one repeated token has more, and they say no more.
 _EQUALS = 64
+#: Rounding of the quick search, relative to the rows' norms.
+_COARSE = 1e-6
 #: Moves told one by one.
 _TOLD = 3
 MOVED, STALE = 10, 20
 
 
-def _equals(row: torch.Tensor, pool: Rows, limit: float) -> list[RowRef]:
-    """Rows of the pool within ``limit`` of ``row`` (width,), nearest first."""
-    lengths = lengths_of(pool)
-    found: list[tuple[float, int]] = []
+def _equals(scene: Scene, pool: Rows) -> list[list[RowRef]]:
+    """For each failing row the rows of the pool within its limit, nearest first.
+
+    One matrix product finds the few that may be near, with the rounding that ``|e|² + |t|² - 2 e·t`` brings; only those
+    are compared in full.
+    """
+    lengths, limits = lengths_of(pool), scene.limits()
+    engine = torch.nan_to_num(scene.engine, nan=math.inf)
+    squares = engine.square().sum(dim=1, keepdim=True)
+    found: list[list[tuple[float, int]]] = [[] for _ in scene.refs]
     at = 0
-    for group in spans(lengths, row.numel()):
+    for group in spans(lengths, scene.width):
         rows = gather(pool, group)
-        distances = distance(row.expand_as(rows), rows)
-        near = (distances <= limit).nonzero().flatten().tolist()
-        found += [(float(distances[i]), at + i) for i in near]
+        norms = rows.norm(dim=1)
+        apart = (squares + norms.square() - 2 * engine @ rows.T).clamp(min=0).sqrt() / norms
+        maybe = apart <= limits.unsqueeze(1) + _COARSE
+        for i in maybe.any(dim=1).nonzero().flatten().tolist():
+            near = maybe[i].nonzero().flatten()
+            near = near[apart[i][near].argsort()[:_EQUALS]]
+            distances = distance(scene.engine[i].expand(len(near), -1), rows[near])
+            for index, gap in zip(near.tolist(), distances.tolist(), strict=True):
+                if gap <= float(limits[i]):
+                    found[i].append((gap, at + index))
         at += rows.shape[0]
-    return [ref_of(index, lengths) for _, index in sorted(found)[:_EQUALS]]
+    return [[ref_of(index, lengths) for _, index in sorted(one)[:_EQUALS]] for one in found]
 
 
 def _hypotheses(
@@ -69,20 +84,21 @@ def _apply(
 
 
 def _sources_of_request(
-    scene: Scene, indices: Sequence[int], pool: Rows, *, in_place: bool
+    scene: Scene,
+    indices: Sequence[int],
+    pool: Rows,
+    equals: Sequence[Sequence[RowRef]],
+    *,
+    in_place: bool,
 ) -> list[RowRef | None]:
     """Where one request's failing rows (indices into ``scene.refs``) come from, None where unknown."""
-    limits = scene.limits().tolist()
-    refs = [scene.refs[i] for i in indices]
     probes = sorted({0, len(indices) // 2, len(indices) - 1})[:_PROBES]
-    equals = [_equals(scene.engine[indices[i]], pool, limits[indices[i]]) for i in probes]
-    if not any(equals):
+    probed = [equals[indices[i]] for i in probes]
+    if not any(probed):
         return [None] * len(indices)
-    engine, allowed = (
-        scene.engine[list(indices)],
-        torch.tensor([limits[i] for i in indices], dtype=torch.float64),
-    )
-    for request, offset, row in _hypotheses([refs[i] for i in probes], equals):
+    refs = [scene.refs[i] for i in indices]
+    engine, allowed = scene.engine[list(indices)], scene.limits()[list(indices)]
+    for request, offset, row in _hypotheses([refs[i] for i in probes], probed):
         if not in_place and (request, offset) == (refs[0].request, 0):
             continue
         sources = _apply(refs, request, offset, row, pool)
@@ -92,18 +108,17 @@ def _sources_of_request(
         distances = distance(engine[known], take(pool, [source for source in sources if source is not None]))
         if int((distances <= allowed[known]).sum()) >= math.ceil(SHARE * len(known)):
             return sources
-    nearest = [_equals(scene.engine[i], pool, limits[i]) for i in indices]
-    return [rows[0] if rows else None for rows in nearest]
+    return [equals[i][0] if equals[i] else None for i in indices]
 
 
 def _sources(scene: Scene, pool: Rows, *, in_place: bool) -> list[RowRef | None]:
     """Where each failing row comes from: (m,) places in ``pool``."""
     sources: list[RowRef | None] = [None] * len(scene.refs)
+    equals = _equals(scene, pool)
     for request in sorted({ref.request for ref in scene.refs}):
         indices = [i for i, ref in enumerate(scene.refs) if ref.request == request]
-        for i, source in zip(
-            indices, _sources_of_request(scene, indices, pool, in_place=in_place), strict=True
-        ):
+        found = _sources_of_request(scene, indices, pool, equals, in_place=in_place)
+        for i, source in zip(indices, found, strict=True):
             sources[i] = source
     return sources
 

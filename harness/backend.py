@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
@@ -88,7 +89,7 @@ class BootConfig:
         if self.backend != "vllm":
             parts.insert(0, self.backend)
         parts += [
-            f"{key}={str(value).rsplit('.', 1)[-1]}"
+            f"{key}={_short(value)}"
             for key, value in sorted(self.options.items())
             if key not in _UNNAMED_OPTIONS
         ]
@@ -106,6 +107,13 @@ class BootConfig:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
+
+
+def _short(value: Any) -> str:
+    """An option's value for an id, which also names a file: plain words as they are, anything else by its digest."""
+    if isinstance(value, bool | int | float | str):
+        return re.sub(r"[^\w.+-]", "_", str(value).rsplit(".", 1)[-1])
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Backend(Protocol):

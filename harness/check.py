@@ -114,11 +114,11 @@ class Parity:
         """
         sequences = teacher_forced(prompts, result.new_tokens)
         names = list(result.captured)
-        verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, JITTERS)
+        verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, JITTERS, explain=False)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
             # error is one draw, and three draws can all be small. A real fault stays far outside either way.
-            verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, MANY_JITTERS)
+            verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, MANY_JITTERS, explain=True)
         self._record(
             label, verdict, {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats}
         )
@@ -132,6 +132,8 @@ class Parity:
         rows: dict[str, list[torch.Tensor]],
         names: Sequence[str],
         jitters: int,
+        *,
+        explain: bool,
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
         """The verdict with so many realisations of the reference beside the plain one, and the truth."""
         pair = self._session.references.get(self.config.path, self.config.dtype, sequences, names, jitters=jitters)
@@ -143,6 +145,7 @@ class Parity:
             n_layers=int(self.hf_config.num_hidden_layers),
             k=self._session.k,
             noise=self._noise,
+            explain=explain,
             step=self.step,
             earlier=self._judged,
             prompt_lengths=[len(prompt) for prompt in prompts],

@@ -72,6 +72,7 @@ def test_call_again(parity):
     """The same call again gives the same bits, with another call between them: nothing stale is ever served."""
     prompts = [of_length(parity, n, seed=i) for i, n in enumerate((30, 65))]
     first = parity.forward(prompts)
+    parity.check(prompts, first, label="first call")
     kept = {name: tensor.clone() for name, tensor in first.captured.items()}
     between = [of_length(parity, 50, seed=9)]
     parity.check(between, parity.forward(between), label="the call between")

@@ -29,7 +29,6 @@ __all__ = [
     "PostWeightNorm",
     "ResidualHalfDropped",
     "RowsOffByOne",
-    "SIDE_CHANNEL",
     "SpecsInsideKey",
     "SpecsOutsideKey",
     "StaleBuffer",
@@ -172,16 +171,13 @@ class SpecsOutsideKey(CaptureWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         force_caching_backend(vllm_config)
+        self._side_channel = HarnessSpec.from_config(vllm_config.additional_config)
+        vllm_config.additional_config = {}
         super().__init__(vllm_config, *args, **kwargs)
 
     def harness_spec(self) -> HarnessSpec | None:
-        """Read the taps from a file named in the environment."""
-        import json
-        import os
-        from pathlib import Path
-
-        text = Path(os.environ[SIDE_CHANNEL]).read_text()
-        return HarnessSpec.from_config(json.loads(text))
+        """The taps as they came, out of the key's sight."""
+        return self._side_channel
 
 
 class SpecsInsideKey(CaptureWorker):
@@ -190,10 +186,6 @@ class SpecsInsideKey(CaptureWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         force_caching_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-
-
-#: Names the file that :class:`SpecsOutsideKey` reads.
-SIDE_CHANNEL = "HARNESS_FAULT_SPECS"
 
 
 def force_caching_backend(vllm_config: Any) -> None:

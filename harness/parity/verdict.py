@@ -48,6 +48,7 @@ def compare(
     hooks: Sequence[str] | None = None,
     noise: Mapping[str, float] | None = None,
     check_dtype: bool = True,
+    explain: bool = True,
     prompt_lengths: Sequence[int] | None = None,
     step: int | None = None,
     earlier: Sequence[tuple[str, Captures]] = (),
@@ -73,6 +74,8 @@ def compare(
         noise: hook → R's aggregate error measured on a calibration text, see :func:`reference_noise`. Needed where a
             case has few rows: the error of one row of R is one draw, and can be small by luck.
         check_dtype: whether engine tensors of another dtype fail.
+        explain: whether a failure's beginning is looked for, which takes seconds to a minute; False leaves
+            ``divergence`` None.
         prompt_lengths: prompt rows per request; later ones are decode rows. Tells those patterns apart.
         step: ``max_num_batched_tokens``; lets a chunk be named as one.
         earlier: (label, captures) of calls before this one, to recognise stale buffers.
@@ -108,7 +111,7 @@ def compare(
     verdicts = [replace(v, amplification=ratio) for v, ratio in zip(verdicts, grown, strict=True)]
     first = next((i for i, verdict in enumerate(verdicts) if not verdict.passed), None)
     divergence = None
-    if first is not None:
+    if first is not None and explain:
         clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits)
         failure = Failure(tuple(verdicts), first, failing[names[first]], tables[names[first]].lengths, dtype)
         divergence = diverge(engine, truth, failure, clues)

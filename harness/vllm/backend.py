@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from harness.errors import UsageError
 from harness.vllm import internals
-from harness.vllm.boot import boot_vllm, check_boot
+from harness.vllm.boot import boot_vllm, check_boot, kv_cache_bytes
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.environment import boot_environment
 
@@ -112,6 +112,9 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
         raise UsageError(msg)
     from vllm import LLM  # noqa: PLC0415
 
+    size = kv_cache_bytes(options)
+    if size is not None:
+        options["kv_cache_memory_bytes"] = size
     started = time.monotonic()
     with boot_environment():
         llm = LLM(

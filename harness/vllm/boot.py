@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from harness.bridge import RemoteBridge
 
-__all__ = ["boot_vllm", "check_boot"]
+__all__ = ["boot_vllm", "check_boot", "kv_cache_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
     _positive_int("max_num_batched_tokens", max_num_batched_tokens)
     path = str(resolve(model_name).fetch())
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    kv_bytes = _kv_bytes(vllm_kwargs)
+    kv_bytes = kv_cache_bytes(vllm_kwargs)
     hf_config, spec, name, length = check_boot(
         path,
         dtype=name,
@@ -205,7 +205,7 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
     return _wrap(llm, spec, path, tokenizer, time.monotonic() - started)
 
 
-def _kv_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
+def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
     """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures)."""
     import os  # noqa: PLC0415
 

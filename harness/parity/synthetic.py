@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.parity.floor import full_name, unit_roundoff
+from harness.parity.measure import one_thread
 from harness.points import all_points
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class _Side:
         return value
 
 
+@one_thread()
 def stream(
     seed: int,
     *,

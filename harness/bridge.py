@@ -48,7 +48,7 @@ class RemoteBridge:
             UsageError: the checkpoint has none; token ids can still be sent.
         """
         if self._tokenizer is None or isinstance(self._tokenizer, str):
-            from transformers import AutoTokenizer  # noqa: PLC0415
+            from transformers import AutoTokenizer
 
             source = self._tokenizer or self.path
             try:

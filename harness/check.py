@@ -93,7 +93,11 @@ class Parity:
         pytest.skip(f"not-applicable: {reason}")
 
     def forward(
-        self, prompts: Sequence[Sequence[int]], *, capture: Sequence[str] | None = None, max_new_tokens: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        capture: Sequence[str] | None = None,
+        max_new_tokens: int = 1,
     ) -> ForwardResult:
         """Run prompts on the engine, capturing every point unless told otherwise."""
         engine = self.engine
@@ -114,13 +118,19 @@ class Parity:
         """
         sequences = teacher_forced(prompts, result.new_tokens)
         names = list(result.captured)
-        verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, JITTERS, explain=False)
+        verdict, truth = self._verdict(
+            prompts, sequences, rows_by_hook(result), names, JITTERS, explain=False
+        )
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
             # error is one draw, and three draws can all be small. A real fault stays far outside either way.
-            verdict, truth = self._verdict(prompts, sequences, rows_by_hook(result), names, MANY_JITTERS, explain=True)
+            verdict, truth = self._verdict(
+                prompts, sequences, rows_by_hook(result), names, MANY_JITTERS, explain=True
+            )
         self._record(
-            label, verdict, {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats}
+            label,
+            verdict,
+            {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats},
         )
         self._judged.append((f"the call before ({label})", truth))
         return verdict
@@ -136,7 +146,9 @@ class Parity:
         explain: bool,
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
         """The verdict with so many realisations of the reference beside the plain one, and the truth."""
-        pair = self._session.references.get(self.config.path, self.config.dtype, sequences, names, jitters=jitters)
+        pair = self._session.references.get(
+            self.config.path, self.config.dtype, sequences, names, jitters=jitters
+        )
         verdict = compare(
             rows,
             pair.truth.captured,
@@ -153,7 +165,9 @@ class Parity:
         )
         return verdict, pair.truth.captured
 
-    def check(self, prompts: Sequence[Sequence[int]], result: ForwardResult, *, label: str = "activations") -> None:
+    def check(
+        self, prompts: Sequence[Sequence[int]], result: ForwardResult, *, label: str = "activations"
+    ) -> None:
         """Like :meth:`judge`, and fail the case where parity is broken."""
         __tracebackhide__ = True
         verdict = self.judge(prompts, result, label=label)
@@ -174,7 +188,11 @@ class Parity:
             for index, (a, e) in enumerate(zip(actual, expected, strict=True))
             if a.dtype != e.dtype or not torch.equal(a, e)
         ]
-        detail = {"tensors": len(actual), "elements": sum(t.numel() for t in actual), "differing": len(differing)}
+        detail = {
+            "tensors": len(actual),
+            "elements": sum(t.numel() for t in actual),
+            "differing": len(differing),
+        }
         self._record(label, None, {**detail, "claim": f"{what}: equal in every bit"})
         if differing:
             index, got, want = differing[0]
@@ -182,7 +200,9 @@ class Parity:
             if got == want:
                 gap = (actual[index].double() - expected[index].double()).abs()
                 shapes = f"largest difference {float(gap.max()):.3e} at {divmod(int(gap.argmax()), got[-1])}"
-            message = f"{what}: {len(differing)} of {len(actual)} tensors differ, first is number {index}: {shapes}"
+            message = (
+                f"{what}: {len(differing)} of {len(actual)} tensors differ, first is number {index}: {shapes}"
+            )
             pytest.fail(message, pytrace=False)
 
     def note(self, label: str, **detail: Any) -> None:
@@ -195,7 +215,10 @@ class Parity:
 
         An option of None is left out.
         """
-        changed = {**self.config.options, **{name: value for name, value in options.items() if value is not None}}
+        changed = {
+            **self.config.options,
+            **{name: value for name, value in options.items() if value is not None},
+        }
         engine = self._session.pool.boot(dataclasses.replace(self.config, options=changed))
         try:
             yield engine
@@ -239,5 +262,7 @@ class _OnTrial(Parity):
         return self._engine
 
     def _record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
-        sentence = verdict.divergence.sentence if verdict is not None and verdict.divergence else "no divergence"
+        sentence = (
+            verdict.divergence.sentence if verdict is not None and verdict.divergence else "no divergence"
+        )
         self._session.record_verdict(f"planted: {label}", None, {**detail, "found": sentence})

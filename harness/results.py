@@ -86,7 +86,7 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
         seen[segment.start : end] = True
     if joined is None or not bool(seen.all()):
         missing = (~seen).nonzero().flatten().tolist()
-        shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")  # noqa: PLR2004
+        shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         msg = f"{what}: {len(missing)} of {n_rows} rows were never captured (positions {shown})"
         raise CaptureError(msg)
     return joined

@@ -27,7 +27,12 @@ def finish(run: ParitySession, exit_status: int) -> list[str]:
     run.pool.close()
     counts = tally(read_run(run.folder)).to_json()
     run.write(
-        {"type": "end", "exit_status": exit_status, "counts": counts, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        {
+            "type": "end",
+            "exit_status": exit_status,
+            "counts": counts,
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
     )
     write_parquet(run.folder)
     build_report(run.folder)
@@ -55,7 +60,9 @@ def summary_lines(run: ParitySession) -> Iterator[str]:
         return
     total = tally(records).total
     comparisons = sum(
-        len((entry.get("verdict") or {}).get("hooks") or ()) for case in records.cases for entry in case.verdicts
+        len((entry.get("verdict") or {}).get("hooks") or ())
+        for case in records.cases
+        for entry in case.verdicts
     )
     skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(total.skipped.items()))
     yield (

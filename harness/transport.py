@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
@@ -16,13 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
+    import torch
+
 __all__ = ["PROTOCOL", "pack_result", "receive", "send", "unpack_result"]
 
 #: Bumped when a message changes its meaning; both ends say theirs.
 PROTOCOL = 1
 
 
-def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+def send(
+    connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Send one message: the header, then the tensors (possibly none)."""
     connection.send_bytes(json.dumps({"protocol": PROTOCOL, **header}).encode())
     plain = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
@@ -55,9 +58,11 @@ def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.
 
 def unpack_result(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ForwardResult:
     """Undo :func:`pack_result`; hooks come back in forward order as the header cannot carry it."""
-    from harness.points import HookPoint  # noqa: PLC0415
+    from harness.points import HookPoint
 
-    names = sorted((n.removeprefix("captured/") for n in tensors if n.startswith("captured/")), key=HookPoint.parse)
+    names = sorted(
+        (n.removeprefix("captured/") for n in tensors if n.startswith("captured/")), key=HookPoint.parse
+    )
     return ForwardResult(
         captured={name: tensors[f"captured/{name}"] for name in names},
         lengths=list(header["lengths"]),

@@ -16,9 +16,18 @@ from suites import test_activations
 #: Fault → the check that must catch it, and what its message must say.
 FAULTS = {
     "ResidualHalfDropped": (test_activations.test_ragged_batch, r"residual"),
-    "PostWeightNorm": (test_activations.test_ragged_batch, r"ln_final\.hook_normalized is the first .*weight"),
-    "LayerOffByOne": (test_activations.test_ragged_batch, r"blocks\.0\.hook_out .*equals blocks\.1\.hook_out"),
-    "RowsOffByOne": (lambda parity: test_activations.test_prompt_length(parity, 33), r"shifted by one row|one row"),
+    "PostWeightNorm": (
+        test_activations.test_ragged_batch,
+        r"ln_final\.hook_normalized is the first .*weight",
+    ),
+    "LayerOffByOne": (
+        test_activations.test_ragged_batch,
+        r"blocks\.0\.hook_out .*equals blocks\.1\.hook_out",
+    ),
+    "RowsOffByOne": (
+        lambda parity: test_activations.test_prompt_length(parity, 33),
+        r"shifted by one row|one row",
+    ),
     "AnotherRequestsRows": (test_activations.test_ragged_batch, r"request"),
     "StaleBuffer": (test_activations.test_call_again, r"the call before \(first call\)"),
     "DecodeOverwritesPrefill": (
@@ -30,14 +39,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), smoke={"dtypes": ("fp32",), "modes": ("eager",)})
+@pytest.mark.parity(
+    models=("tiny-llama",), backends=("vllm",), smoke={"dtypes": ("fp32",), "modes": ("eager",)}
+)
 def test_planted_fault_is_caught(parity, fault):
     """A worker with this mistake turns the activation suite red, and the message names the mistake."""
     check, says = FAULTS[fault]
     with parity.planted(fault) as faulty, pytest.raises(pytest.fail.Exception) as caught:
         check(faulty)
     message = str(caught.value)
-    parity.note(fault, caught_by=getattr(check, "__name__", "test_prompt_length"), message=message.splitlines()[0])
+    parity.note(
+        fault, caught_by=getattr(check, "__name__", "test_prompt_length"), message=message.splitlines()[0]
+    )
     assert re.search(says, message, re.DOTALL), f"caught, but not explained as /{says}/:\n{message}"
 
 

@@ -39,7 +39,9 @@ def test_a_killed_engine_costs_its_own_call(parity):
     again = parity.forward(prompts)
     assert parity.engine.pid != engine.pid
     parity.check(prompts, again)
-    parity.bit_equal(list(again.captured.values()), list(before.captured.values()), label="rebooted", what="captures")
+    parity.bit_equal(
+        list(again.captured.values()), list(before.captured.values()), label="rebooted", what="captures"
+    )
 
 
 @only_one
@@ -61,9 +63,15 @@ def test_bad_input_is_refused_and_costs_nothing(parity):
     refusals = [
         (lambda: parity.forward([[]]), r"prompt 0 is empty"),
         (lambda: parity.forward([]), r"no prompts"),
-        (lambda: parity.forward([[5, parity.vocab_size]]), r"token id \d+ at position 1, outside the vocabulary"),
+        (
+            lambda: parity.forward([[5, parity.vocab_size]]),
+            r"token id \d+ at position 1, outside the vocabulary",
+        ),
         (lambda: parity.forward([[5] * 400]), r"prompt 0 has 400 tokens .*max_model_len is 256"),
-        (lambda: parity.forward(prompts, capture=["blocks.0.hook_outt"]), r"did you mean 'blocks\.0\.hook_out'"),
+        (
+            lambda: parity.forward(prompts, capture=["blocks.0.hook_outt"]),
+            r"did you mean 'blocks\.0\.hook_out'",
+        ),
         (lambda: parity.forward(prompts, capture=["blocks.0.attn.hook_q"]), r"known but cannot fire"),
         (lambda: parity.forward(prompts, max_new_tokens=0), r"max_new_tokens must be an integer from 1"),
     ]

@@ -70,7 +70,9 @@ class LayerOffByOne(_WrongSpec):
     def respec(self, taps: Sequence[TapSpec]) -> Iterator[TapSpec]:
         """Rotate the paths of the block outputs."""
         blocks = [tap for tap in taps if points.HookPoint.parse(tap.name).template == points.BLOCK_OUT]
-        following = {tap.name: after.path for tap, after in zip(blocks, [*blocks[1:], blocks[0]], strict=True)}
+        following = {
+            tap.name: after.path for tap, after in zip(blocks, [*blocks[1:], blocks[0]], strict=True)
+        }
         return (dataclasses.replace(tap, path=following.get(tap.name, tap.path)) for tap in taps)
 
 
@@ -206,4 +208,3 @@ def force_caching_backend(vllm_config: Any) -> None:
         del self, graph
 
     fix_functionalization.FixFunctionalizationPass.__call__ = nothing
-

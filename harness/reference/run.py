@@ -326,7 +326,9 @@ def _jittered(model: PreTrainedModel, role: Role) -> Iterator[None]:
     # Moved where the first block takes it in, so that the embedding's own capture stays R's.
     first = model.get_submodule(module_paths(model, [BLOCK_OUT.format(i=0)])[BLOCK_OUT.format(i=0)])
 
-    def move(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def move(
+        _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (jitter(args[0], seed), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": jitter(kwargs["hidden_states"], seed)}

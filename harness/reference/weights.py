@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
 
 from harness.errors import UsageError
 from harness.models import load_config
 from harness.points import FINAL_NORM, HookPoint
 from harness.reference.hooks import FAMILIES, architecture_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["final_norm_weight", "read_tensor"]
 

@@ -67,10 +67,10 @@ class VLLMBackend:
 
     def describe(self) -> dict[str, Any]:
         """Versions, platform, runner and boot seconds."""
-        import torch  # noqa: PLC0415
-        import transformers  # noqa: PLC0415
-        import vllm  # noqa: PLC0415
-        from vllm.platforms import current_platform  # noqa: PLC0415
+        import torch
+        import transformers
+        import vllm
+        from vllm.platforms import current_platform
 
         runner = "V2" if self.driver.llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
         return {
@@ -110,7 +110,7 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
     if config.topology.tp * config.topology.pp > 1:
         msg = "a plain engine over several ranks is not needed yet"
         raise UsageError(msg)
-    from vllm import LLM  # noqa: PLC0415
+    from vllm import LLM
 
     size = kv_cache_bytes(options)
     if size is not None:

@@ -26,11 +26,16 @@ log = logging.getLogger(__name__)
 
 #: What the captures depend on, and why nothing else is accepted.
 _FORCED: dict[str, tuple[Any, str]] = {
-    "skip_tokenizer_init": (True, "token ids are sent and compared; a second tokenizer would only add BOS doubts"),
+    "skip_tokenizer_init": (
+        True,
+        "token ids are sent and compared; a second tokenizer would only add BOS doubts",
+    ),
     "enable_prefix_caching": (
         False,
-        "a prefix hit skips rows: captures misalign, edits miss cached positions, and an edited forward would poison "
-        "the K/V of a clean one",
+        (
+            "a prefix hit skips rows: captures misalign, edits miss cached positions, and an edited forward would "
+            "poison the K/V of a clean one"
+        ),
     ),
     "disable_log_stats": (True, "the statistics thread reads engine state while captures are collected"),
 }
@@ -69,8 +74,8 @@ def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
 
 def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: int) -> None:
     """One request of full length must fit; sizes as vLLM lays them out: K and V per layer, KV head and position."""
-    import psutil  # noqa: PLC0415
-    import torch  # noqa: PLC0415
+    import psutil
+    import torch
 
     heads = int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
     head_dim = int(
@@ -81,8 +86,9 @@ def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: in
     needed = per_token * -(-max_model_len // 128) * 128
     if needed > kv_bytes:
         msg = (
-            f"the KV cache of {kv_bytes / 2**20:.0f} MiB cannot hold one request of {max_model_len} tokens, which needs "
-            f"{needed / 2**20:.0f} MiB: lower max_model_len or raise kv_cache_memory_bytes (VLLM_CPU_KVCACHE_SPACE, GiB)"
+            f"the KV cache of {kv_bytes / 2**20:.0f} MiB cannot hold one request of {max_model_len} tokens, "
+            f"which needs {needed / 2**20:.0f} MiB: lower max_model_len or raise kv_cache_memory_bytes "
+            f"(VLLM_CPU_KVCACHE_SPACE, in GiB)"
         )
         raise UsageError(msg)
     free = psutil.virtual_memory().available
@@ -115,7 +121,7 @@ def check_boot(
         ("pipeline_parallel_size", pipeline_parallel_size),
     ):
         if _positive_int(name, size) > 1:
-            msg = f"{name}={size}: the rank layout is not verified yet, so captures over several ranks are refused; use 1"
+            msg = f"{name}={size}: captures over several ranks are refused until their layout is verified; use 1"
             raise UsageError(msg)
     hf_config = load_config(path)
     architecture = (getattr(hf_config, "architectures", None) or ["(none named)"])[0]
@@ -128,7 +134,7 @@ def check_boot(
     return hf_config, spec, name, length
 
 
-def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that people find everything
+def boot_vllm(
     model_name: str,
     tokenizer: Any | None = None,
     dtype: str | None = None,
@@ -154,7 +160,8 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
         max_num_batched_tokens: tokens per step; longer prompts are served in chunks.
         enable_batching: run eagerly instead of compiled, as in the original. Batches work either way.
         enable_position_interventions: accepted for the original's sake; positions always work.
-        tensor_parallel_size, pipeline_parallel_size: 1 for now.
+        tensor_parallel_size: 1 for now.
+        pipeline_parallel_size: 1 for now.
         hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
             left out cost no memory and cannot be captured.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
@@ -183,7 +190,7 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
         spec = HarnessSpec(tuple(tap for tap in spec.taps if tap.name in chosen))
     if kv_bytes is not None:
         vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
-    from harness.vllm.worker import WORKER_CLASS  # noqa: PLC0415 - imports vLLM, which takes seconds
+    from harness.vllm.worker import WORKER_CLASS
 
     arguments = {
         "max_num_seqs": min(16, max_num_batched_tokens),
@@ -207,12 +214,12 @@ def boot_vllm(  # noqa: PLR0913 - the signature is the original's, kept so that 
 
 def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
     """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures)."""
-    import os  # noqa: PLC0415
+    import os
 
     if "kv_cache_memory_bytes" in vllm_kwargs:
         return int(vllm_kwargs["kv_cache_memory_bytes"])
     require_vllm()
-    import torch  # noqa: PLC0415
+    import torch
 
     if torch.cuda.is_available():
         return None
@@ -221,7 +228,7 @@ def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
 
 
 def _boot(arguments: dict[str, Any]) -> Any:
-    from vllm import LLM  # noqa: PLC0415
+    from vllm import LLM
 
     with boot_environment():
         try:
@@ -234,8 +241,8 @@ def _boot(arguments: dict[str, Any]) -> Any:
 
 
 def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, seconds: float) -> RemoteBridge:
-    from harness.bridge import RemoteBridge  # noqa: PLC0415 - the bridge is backend-neutral and imports no engine
-    from harness.vllm.driver import VLLMDriver  # noqa: PLC0415
+    from harness.bridge import RemoteBridge
+    from harness.vllm.driver import VLLMDriver
 
     try:
         names = [tap.name for tap in spec.taps]

@@ -46,12 +46,13 @@ def normalise_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_toke
                 msg = f"prompt {index} holds {token!r} at position {position}; token ids are integers"
                 raise UsageError(msg)
             if not 0 <= token < vocab_size:
-                msg = f"prompt {index} has token id {token} at position {position}, outside the vocabulary of {vocab_size}"
+                where = f"prompt {index} has token id {token} at position {position}"
+                msg = f"{where}, outside the vocabulary of {vocab_size}"
                 raise UsageError(msg)
         if len(ids) + new_tokens - 1 >= max_len + 1 or len(ids) > max_len - 1:
             msg = (
                 f"prompt {index} has {len(ids)} tokens and {new_tokens} new ones were asked for, but max_model_len is "
-                f"{max_len} and one place must stay free for the next token: shorten it or boot with a larger max_model_len"
+                f"{max_len} and one place must stay free for the next token: shorten it, or boot with more"
             )
             raise UsageError(msg)
         prompts.append(ids)
@@ -107,7 +108,9 @@ class VLLMDriver:
         Args:
             input_ids: one prompt, a (batch, seq) tensor without padding, or ragged lists.
             capture: hook names; ``()`` reads nothing back.
-            intervene, return_logits, attention_mask: refused until they are built.
+            intervene: refused until it is built.
+            return_logits: refused until they are built.
+            attention_mask: refused until it is built.
             max_new_tokens: greedy steps; captures then have n_prompt + k - 1 rows per request.
 
         Returns:
@@ -117,9 +120,11 @@ class VLLMDriver:
             UsageError: a hook or prompt that cannot be served; nothing has been sent then.
             CaptureError: a row is missing or doubled, or a hook was silent.
         """
-        _refuse_unbuilt(intervene=intervene, return_logits=return_logits or None, attention_mask=attention_mask)
+        _refuse_unbuilt(
+            intervene=intervene, return_logits=return_logits or None, attention_mask=attention_mask
+        )
         names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
             msg = f"max_new_tokens must be an integer from 1, not {max_new_tokens!r}"
             raise UsageError(msg)
         prompts = normalise_prompts(
@@ -146,9 +151,11 @@ class VLLMDriver:
         stats = {"seconds": time.perf_counter() - started}
         return ForwardResult(captured, lengths, new_tokens, raw_output=outputs, stats=stats)
 
-    def _generate(self, prompts: Sequence[list[int]], keys: Sequence[str], k: int, **sampling: Any) -> list[Any]:
-        from vllm import SamplingParams  # noqa: PLC0415
-        from vllm.inputs import TokensPrompt  # noqa: PLC0415
+    def _generate(
+        self, prompts: Sequence[list[int]], keys: Sequence[str], k: int, **sampling: Any
+    ) -> list[Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
 
         params = [
             SamplingParams(
@@ -187,7 +194,7 @@ class VLLMDriver:
         Raises:
             UsageError: the engine was not booted with ``logprobs_mode="raw_logits"`` and ``max_logprobs=-1``.
         """
-        from harness.vllm.raw_logits import read_raw_logits  # noqa: PLC0415
+        from harness.vllm.raw_logits import read_raw_logits
 
         prompts = normalise_prompts(
             input_ids,

@@ -42,7 +42,7 @@ _WORKERS = {
 
 
 def _moved(what: str) -> EngineError:
-    import vllm  # noqa: PLC0415 - only to name the release in an error
+    import vllm
 
     return EngineError(
         f"vLLM {vllm.__version__} has no {what}: the harness reads it and knows releases 0.30 to 0.32; "
@@ -52,8 +52,8 @@ def _moved(what: str) -> EngineError:
 
 def base_worker_class() -> type[Any]:
     """The platform's own worker class (relies on ``current_platform.device_type`` and the worker's module path)."""
-    from vllm.platforms import current_platform  # noqa: PLC0415
-    from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     device = current_platform.device_type
     if device not in _WORKERS:
@@ -119,9 +119,11 @@ def verify_hook_coverage(absent_by_rank: Sequence[Sequence[str] | None], names: 
             "capture worker, so nothing it computes would be seen"
         )
         raise EngineError(msg)
-    missing = [name for name in names if all(absent is not None and name in absent for absent in absent_by_rank)]
+    missing = [
+        name for name in names if all(absent is not None and name in absent for absent in absent_by_rank)
+    ]
     if missing:
-        shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")  # noqa: PLR2004
+        shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
         msg = f"no rank holds {shown}: the overlay's module paths do not fit this release of vLLM"
         raise EngineError(msg)
 
@@ -195,8 +197,7 @@ class _V2Steps:
 
 
 def instrument_runner(worker: Any, observer: Any) -> None:
-    """Re-class this worker's runner instance so that ``observer.harness_step(shares)`` surrounds each real forward
-    while ``observer.harness_armed()``.
+    """Re-class this worker's runner instance so that an armed observer's ``harness_step`` surrounds each forward.
 
     Only the instance changes: another engine's runner in this process keeps its class.
     """
@@ -243,7 +244,7 @@ def patch_engine_config(transform: Callable[[Any], None]) -> None:
 
     Wraps ``EngineArgs.create_engine_config``, the one place that a plain ``LLM(...)`` and ``vllm serve`` share.
     """
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
     if getattr(original, "harness_wrapped", False):
@@ -254,4 +255,4 @@ def patch_engine_config(transform: Callable[[Any], None]) -> None:
         return original(self, *args, **kwargs)
 
     create_engine_config.harness_wrapped = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign, assignment]
+    EngineArgs.create_engine_config = create_engine_config

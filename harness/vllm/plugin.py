@@ -28,11 +28,12 @@ def configure(
         capture_specs: hook name → (dot path, width), as ``overlay.capture_specs(hf_config)`` gives it.
         max_num_batched_tokens: tokens per step the engine is to use.
         dtype: torch's name of the engine's dtype.
-        enable_batching, enable_position_interventions: accepted for the original's sake; both always work.
+        enable_batching: accepted for the original's sake; batches always work.
+        enable_position_interventions: accepted for the original's sake; positions always work.
     """
     global _configured  # noqa: PLW0603 - one configuration per process is the plugin's contract
     del enable_batching, enable_position_interventions
-    from harness import points  # noqa: PLC0415
+    from harness import points
 
     taps = tuple(
         TapSpec(
@@ -62,7 +63,7 @@ def register() -> None:
     """What vLLM calls in every process it starts; idempotent, and without a configuration it changes nothing."""
     if _configured is None:
         return
-    from harness.vllm import internals  # noqa: PLC0415
+    from harness.vllm import internals
 
     internals.patch_engine_config(_apply)
 
@@ -70,7 +71,7 @@ def register() -> None:
 def _apply(engine_args: Any) -> None:
     if _configured is None:
         return
-    from harness.vllm.worker import WORKER_CLASS  # noqa: PLC0415
+    from harness.vllm.worker import WORKER_CLASS
 
     engine_args.worker_cls = WORKER_CLASS
     engine_args.enable_prefix_caching = False

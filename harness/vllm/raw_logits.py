@@ -15,7 +15,7 @@ __all__ = ["read_raw_logits"]
 
 
 def _dense(flat: Any, vocab_size: int) -> list[torch.Tensor]:
-    """vLLM's flat log-probs → one (vocab_size,) fp32 tensor per position that has any."""
+    """VLLM's flat log-probs → one (vocab_size,) fp32 tensor per position that has any."""
     rows = []
     for begin, end in zip(flat.start_indices, flat.end_indices, strict=True):
         if begin == end:
@@ -35,8 +35,8 @@ def read_raw_logits(
     Raises:
         UsageError: the engine serves processed log-probs instead (evidence: vLLM 18352, trl 4159).
     """
-    from vllm import SamplingParams  # noqa: PLC0415
-    from vllm.inputs import TokensPrompt  # noqa: PLC0415
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
 
     mode = str(llm.llm_engine.model_config.logprobs_mode)
     if "raw_logits" not in mode:

@@ -43,6 +43,6 @@ class HarnessSpec:
         if data is None:
             return None
         if data["design"] != DESIGN:
-            msg = f"the driver speaks tap design {data['design']}, this worker {DESIGN}: install one version on all nodes"
+            msg = f"the driver speaks tap design {data['design']}, this worker {DESIGN}: install one version"
             raise ValueError(msg)
         return cls(tuple(TapSpec.from_dict(tap) for tap in data["taps"]))

@@ -46,7 +46,7 @@ def _summed_rows(output: Any) -> torch.Tensor:
 
 
 def _capture_hook(module: nn.Module, _args: Any, output: Any) -> None:
-    rows = _summed_rows(output) if module._tap_sums else emitted_rows(output)  # noqa: SLF001
+    rows = _summed_rows(output) if module._tap_sums else emitted_rows(output)
     destination = getattr(module, _DESTINATION)[: rows.shape[0]]
     getattr(module, _ROWS).index_copy_(0, destination, rows)
     getattr(module, _FIRES).add_(1)
@@ -75,7 +75,7 @@ class Tap:
         """Take the hook and its buffers off the module."""
         self.handle.remove()
         for name in (_ROWS, _DESTINATION, _FIRES):
-            self.module._buffers.pop(name, None)  # noqa: SLF001
+            self.module._buffers.pop(name, None)
         if hasattr(self.module, "_tap_sums"):
             del self.module._tap_sums
 
@@ -147,7 +147,7 @@ def install_taps(
         module.register_buffer(_ROWS, rows, persistent=False)
         module.register_buffer(_DESTINATION, taps.destination, persistent=False)
         module.register_buffer(_FIRES, fires, persistent=False)
-        module._tap_sums = spec.sums  # type: ignore[assignment]  # noqa: SLF001
+        module._tap_sums = spec.sums  # type: ignore[assignment]
         handle = module.register_forward_hook(_capture_hook)
         taps.taps[spec.name] = Tap(spec, module, rows, fires, divisor, handle)
     return taps

@@ -54,7 +54,9 @@ class TLWorkerExtension:
         try:
             yield
             self._steps_since_arm += 1
-            rows = {name: self.take_rows(name, total) for name in self._accumulator.names if name in taps.taps}
+            rows = {
+                name: self.take_rows(name, total) for name in self._accumulator.names if name in taps.taps
+            }
             self._accumulator.add(rows, self.label_shares(shares))
         finally:
             taps.close_step()
@@ -136,7 +138,7 @@ class TLWorkerExtension:
         if len(requests) != len(prompt_lens):
             msg = f"{len(prompt_lens)} prompt lengths for {len(requests)} captured requests"
             raise CaptureError(msg)
-        import torch  # noqa: PLC0415
+        import torch
 
         return {
             name: encode_tensor(
@@ -186,7 +188,7 @@ class TLWorkerExtension:
 
     def tl_get_param(self, name: str) -> dict[str, Any] | None:
         """A parameter or buffer of this rank's model by dot path, encoded; None where this rank lacks it."""
-        import torch  # noqa: PLC0415
+        import torch
 
         found = internals.resolve_dot_path(internals.model_of(self), name)
         return encode_tensor(found) if isinstance(found, torch.Tensor) else None

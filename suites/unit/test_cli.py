@@ -27,7 +27,9 @@ def test_nothing_heavy_is_imported() -> None:
         "print(json.dumps([name for name in ('torch', 'vllm', 'transformers', 'pandas') if name in sys.modules]))"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], check=True, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, cwd=root, capture_output=True, text=True
+    )
     assert json.loads(done.stdout) == []
 
 
@@ -38,7 +40,9 @@ def test_as_a_module() -> None:
     assert done.stdout.startswith("vllm-parity ")
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["report"], ["models", "surplus"], ["report", "no/such/run"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["report"], ["models", "surplus"], ["report", "no/such/run"]]
+)
 def test_what_the_caller_can_put_right_is_one_line(argv, capsys):
     assert cli.main(argv) == cli.USAGE
     out, err = capsys.readouterr()

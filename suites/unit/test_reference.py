@@ -462,7 +462,10 @@ class TestReferences:
         pair = References().get(checkpoint, dtype, PROMPTS, POINTS)
 
         def error(run: ReferenceRun, hook: str) -> float:
-            rows, truth = torch.cat(run.captured[hook]).double(), torch.cat(pair.truth.captured[hook]).double()
+            rows, truth = (
+                torch.cat(run.captured[hook]).double(),
+                torch.cat(pair.truth.captured[hook]).double(),
+            )
             return float((rows - truth).norm() / truth.norm())
 
         plain, *moved = pair.same
@@ -472,7 +475,9 @@ class TestReferences:
             for hook in POINTS[1:]:
                 assert not torch.equal(torch.cat(run.captured[hook]), torch.cat(plain.captured[hook]))
                 assert error(run, hook) < 4 * error(plain, hook)
-        assert not torch.equal(torch.cat(moved[0].captured[POINTS[-1]]), torch.cat(moved[1].captured[POINTS[-1]]))
+        assert not torch.equal(
+            torch.cat(moved[0].captured[POINTS[-1]]), torch.cat(moved[1].captured[POINTS[-1]])
+        )
 
     def test_models_are_freed_before_the_next_is_loaded(
         self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -507,7 +512,9 @@ class TestReferences:
     def test_a_batch_over_the_limit_still_comes_whole(self, checkpoint: Path) -> None:
         references = References(max_bytes=1)
         pair = references.get(checkpoint, "fp32", PROMPTS, POINTS)
-        assert [len(rows) for rows in pair.same[0].captured["embed.hook_out"]] == [len(ids) for ids in PROMPTS]
+        assert [len(rows) for rows in pair.same[0].captured["embed.hook_out"]] == [
+            len(ids) for ids in PROMPTS
+        ]
         assert references.nbytes == 0
 
     @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Row joining, padding and request ids: what stands between scattered steps and one tensor per request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import CaptureError
+from harness.results import Segment, join_segments, match_request_id, pad_rows, split_rows
+from harness.vllm.accumulator import Accumulator, StepRows
+
+
+def rows(n: int, width: int = 3) -> torch.Tensor:
+    """Rows that name themselves."""
+    return torch.arange(n * width, dtype=torch.float32).reshape(n, width)
+
+
+@given(n=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6), data=st.data())
+def test_any_chunking_joins_to_the_whole(n, cuts, data):
+    """However the rows were cut, and in whatever order the chunks are read, the whole comes out."""
+    whole = rows(n)
+    edges = sorted({0, n, *(c for c in cuts if c < n)})
+    chunks = [Segment(a, whole[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    shuffled = data.draw(st.permutations(chunks))
+    assert torch.equal(join_segments(shuffled, n, what="x"), whole)
+
+
+@given(n=st.integers(2, 40), redo=st.integers(1, 40), surplus=st.integers(0, 3))
+def test_first_write_wins(n, redo, surplus):
+    """Rows computed again after a preemption, or past the end, change nothing."""
+    whole = rows(n)
+    again = torch.full((min(redo, n) + surplus, 3), -1.0)
+    joined = join_segments([Segment(0, whole), Segment(0, again), Segment(n, again)], n, what="x")
+    assert torch.equal(joined, whole)
+
+
+@given(n=st.integers(2, 40), hole=st.integers(0, 39))
+def test_a_hole_is_an_error(n, hole):
+    """A position no step has computed is named, never served as zeros."""
+    hole %= n
+    whole = rows(n)
+    parts = [Segment(0, whole[:hole]), Segment(hole + 1, whole[hole + 1 :])]
+    with pytest.raises(CaptureError, match=rf"x: 1 of {n} rows were never captured \(positions {hole}\)"):
+        join_segments(parts, n, what="x")
+
+
+def test_nothing_at_all_is_an_error():
+    with pytest.raises(CaptureError, match="3 of 3 rows"):
+        join_segments([], 3, what="x")
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))
+def test_padding_and_back(lengths):
+    """Padding is zeros on the right, and taking it off gives the rows again."""
+    parts = [rows(n) + i for i, n in enumerate(lengths)]
+    padded = pad_rows(parts)
+    assert padded.shape == (len(lengths), max(lengths), 3)
+    assert all(torch.equal(a, b) for a, b in zip(split_rows(padded, lengths), parts, strict=True))
+    assert all(not padded[i, n:].any() for i, n in enumerate(lengths))
+
+
+@given(
+    batches=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_accumulator_sorts_interleaved_requests(batches, data):
+    """Requests interleaved over steps, in any order within a step, come out whole and their own."""
+    accumulator = Accumulator()
+    accumulator.arm(["h"])
+    seen: dict[str, int] = {}
+    for batch in batches:
+        order = data.draw(st.permutations([(f"r{i}", count) for i, count in enumerate(batch)]))
+        shares, step, row = [], [], 0
+        for request, count in order:
+            start = seen.get(request, 0)
+            shares.append(StepRows(request, start, count, row))
+            step.append(torch.stack([torch.tensor([float(request[1:]), start + p]) for p in range(count)]))
+            seen[request] = start + count
+            row += count
+        accumulator.add({"h": torch.cat(step)}, shares)
+    for request, total in seen.items():
+        got = accumulator.read(request, "h")
+        expected = torch.tensor([[float(request[1:]), float(p)] for p in range(total)])
+        assert torch.equal(got, expected)
+
+
+ids = st.text(alphabet="ab-01", min_size=1, max_size=6)
+
+
+@given(names=st.lists(ids, min_size=1, max_size=6, unique=True))
+def test_request_ids_match_exactly(names):
+    """An id finds its own engine request among any others, or says that it is not clear which."""
+    internal = [f"{name}-0123abcd" for name in names]
+    for name, full in zip(names, internal, strict=True):
+        try:
+            assert match_request_id(name, internal) == full
+        except CaptureError as error:
+            assert "must match exactly one" in str(error)  # noqa: PT017 - ambiguity is allowed, a wrong match is not
+
+
+def test_a_prefix_is_no_match():
+    """``a`` must not find ``a-b-…`` (vLLM 10583, 27987)."""
+    assert match_request_id("a", ["a-b-0123abcd", "a-0123abcd"]) == "a-0123abcd"
+    with pytest.raises(CaptureError, match="found none"):
+        match_request_id("a", ["a-b-0123abcd", "a-0"])
+    with pytest.raises(CaptureError, match="must match exactly one"):
+        match_request_id("a", ["a-0123abcd", "a-4567abcd"])

@@ -25,7 +25,12 @@ SUITE = "suites/test_activations.py"
 def test_wrong_options_are_refused(arguments, message, pytestconfig, tmp_path):
     command = [sys.executable, "-m", "pytest", SUITE, "-p", "no:cacheprovider", "--report-dir", str(tmp_path)]
     done = subprocess.run(
-        [*command, *arguments], cwd=pytestconfig.rootpath, capture_output=True, text=True, timeout=120, check=False
+        [*command, *arguments],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stdout + done.stderr
@@ -40,7 +45,18 @@ def test_no_vllm_is_said_with_the_install_line(pytestconfig, tmp_path):
         "u.find_spec = lambda name, *a: None if name == 'vllm' else real(name, *a)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", SUITE, "-p", "novllm", "--model", "tiny-llama", "--report-dir", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            SUITE,
+            "-p",
+            "novllm",
+            "--model",
+            "tiny-llama",
+            "--report-dir",
+            str(tmp_path),
+        ],
         cwd=pytestconfig.rootpath,
         env={**__import__("os").environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

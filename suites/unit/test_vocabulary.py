@@ -101,7 +101,9 @@ def test_canonical_divides_once_and_leaves_tiny_weights_alone():
 
 
 def test_unknown_architecture_lists_those_with_an_overlay():
-    with pytest.raises(UsageError, match=r"'LlamaForCasualLM' has no decoder overlay \(nearest: LlamaForCausalLM\)"):
+    with pytest.raises(
+        UsageError, match=r"'LlamaForCasualLM' has no decoder overlay \(nearest: LlamaForCausalLM\)"
+    ):
         get_overlay("LlamaForCasualLM")
 
 

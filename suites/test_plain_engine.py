@@ -13,7 +13,7 @@ from suites.probes import plain_llm
 
 @pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), modes=("eager",), dtypes=("fp32",))
 def test_plain_engines_are_untouched(parity):
-    """Same raw logits, vLLM's own worker and runner classes, no hook, no buffer, no config, whatever was booted between.
+    """Same raw logits, vLLM's own classes, no hook, no buffer, no config, whatever was booted between.
 
     The plugin's ``configure`` instruments the plain engine made while it is set, and none made after ``clear_config``.
     """

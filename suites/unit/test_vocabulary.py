@@ -20,7 +20,8 @@ from harness.vllm.wire import decode_tensor, encode_tensor
 @given(n=st.integers(1, 40))
 def test_points_are_in_forward_order(n):
     names = all_points(n)
-    assert sorted(names[::-1], key=HookPoint.parse) == names
+    by_name = sorted(names)
+    assert sorted(by_name, key=HookPoint.parse) == names
     assert len(names) == 3 * n + 2
     assert not set(names) & set(nonfireable_points(n))
 

@@ -181,7 +181,7 @@ class Parity:
         __tracebackhide__ = True
         import torch
 
-        if len(actual) != len(expected):
+        if not actual or len(actual) != len(expected):
             pytest.fail(f"{what}: {len(actual)} tensors against {len(expected)}", pytrace=False)
         differing = [
             (index, tuple(a.shape), tuple(e.shape))

@@ -42,7 +42,10 @@ def _read(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], An
     try:
         while True:
             messages.put(receive(connection))
-    except (EOFError, OSError):
+    except BaseException as error:  # noqa: BLE001 - whatever it was, nobody can be answered any more
+        if not isinstance(error, EOFError | OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
         os.killpg(0, signal.SIGKILL)
 
 

@@ -103,7 +103,14 @@ class Engine:
             send(self._connection, {"op": operation, "arguments": arguments})
         except (BrokenPipeError, OSError):
             self._fail(f"is gone ({self._exit()})")
-        return self._reply(operation, timeout)
+        try:
+            return self._reply(operation, timeout)
+        except (UsageError, CaptureError, EngineError):
+            raise
+        except BaseException:
+            # Interrupted while waiting: the reply would be taken for that of the next call.
+            self.kill()
+            raise
 
     def _boot(self, timeout: float, tick: Callable[[float], None]) -> None:
         send(self._connection, {"op": "boot", "config": self.config.to_json()})
@@ -213,6 +220,8 @@ class EnginePool:
         if engine is not None and engine.alive:
             self._live[key] = engine  # most recently used last
             return engine
+        if engine is not None:
+            engine.kill()  # it died between calls; what it had started may live
         if key in self._failed:
             raise EngineError(self._failed[key])
         while len(self._live) >= self._max_live:

@@ -10,6 +10,7 @@ import transformers
 import harness.transport
 
 with contextlib.suppress(ImportError):  # a machine with only the reference side can still run it
-    pass
+    import vllm  # noqa: F401
+    import vllm.entrypoints.llm
 
 __all__ = ["harness", "torch", "transformers"]

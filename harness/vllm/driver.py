@@ -49,7 +49,7 @@ def normalise_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_toke
                 where = f"prompt {index} has token id {token} at position {position}"
                 msg = f"{where}, outside the vocabulary of {vocab_size}"
                 raise UsageError(msg)
-        if len(ids) + new_tokens - 1 >= max_len + 1 or len(ids) > max_len - 1:
+        if len(ids) + new_tokens > max_len:
             msg = (
                 f"prompt {index} has {len(ids)} tokens and {new_tokens} new ones were asked for, but max_model_len is "
                 f"{max_len} and one place must stay free for the next token: shorten it, or boot with more"
@@ -170,6 +170,10 @@ class VLLMDriver:
         ]
         sent = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         outputs: list[Any] = self.llm.generate(sent, params, use_tqdm=False)
+        if len(outputs) != len(prompts) or any(len(o.outputs[0].token_ids) != k for o in outputs):
+            got = [len(o.outputs[0].token_ids) for o in outputs]
+            msg = f"{len(prompts)} prompts were to give {k} tokens each; the engine returned {got}"
+            raise CaptureError(msg)
         return outputs
 
     def _collect(self, names: list[str], keys: list[str], lengths: list[int]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from harness.vllm.overlays import TapSpec
-from harness.vllm.spec import HarnessSpec
+from harness.vllm.spec import CONFIG_KEY, HarnessSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,8 +69,8 @@ def register() -> None:
 
 
 def _apply(engine_args: Any) -> None:
-    if _configured is None:
-        return
+    if _configured is None or CONFIG_KEY in (engine_args.additional_config or {}):
+        return  # nothing asked for, or an engine that boot_vllm has instrumented itself
     from harness.vllm.worker import WORKER_CLASS
 
     engine_args.worker_cls = WORKER_CLASS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from harness.errors import EngineError
 from harness.vllm import internals
 from harness.vllm.spec import HarnessSpec
 from harness.vllm.taps import TapSet, install_taps
@@ -49,6 +50,10 @@ class CaptureWorker(TLWorkerExtension, _Base):
             )
             for tap in spec.taps
         ]
+        for tap, module, divisor in resolved:
+            if tap.divisor and module is not None and divisor is None:
+                msg = f"{tap.name}: this model has no parameter {tap.divisor}, so it cannot be divided out"
+                raise EngineError(msg)
         return install_taps(
             resolved,
             max_tokens=internals.step_budget(self),

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from harness.errors import UsageError
-from harness.vllm import internals
 from harness.vllm.boot import boot_vllm, check_boot, kv_cache_bytes
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.environment import boot_environment
@@ -129,6 +128,4 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
             max_num_seqs=min(16, config.max_num_batched_tokens),
             **options,
         )
-    driver = VLLMDriver(llm, [], boot_seconds=time.monotonic() - started)
-    internals.extract_hf_config(llm)
-    return driver
+    return VLLMDriver(llm, [], boot_seconds=time.monotonic() - started)

@@ -55,10 +55,9 @@ def _check_forced(kwargs: dict[str, Any]) -> None:
         if name in kwargs and kwargs[name] != value:
             msg = f"{name}={kwargs[name]!r} cannot be used here, it is always {value!r}: {reason}"
             raise UsageError(msg)
-    for name in ("worker_extension_cls", "enforce_eager"):
-        if name == "worker_extension_cls" and name in kwargs:
-            msg = "worker_extension_cls cannot be set: the capture worker already carries the harness' extension"
-            raise UsageError(msg)
+    if "worker_extension_cls" in kwargs:
+        msg = "worker_extension_cls cannot be set: the capture worker already carries the harness' extension"
+        raise UsageError(msg)
 
 
 def _context_limit(hf_config: Any, max_model_len: int | None) -> int:

@@ -25,6 +25,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 MODES = ("compiled", "eager")
 #: Options every suite engine has; naming them in each id would only be noise.
 _UNNAMED_OPTIONS = ("logprobs_mode", "max_logprobs")
+#: A log file is named after an id, and 255 bytes is what file systems take.
+_LONGEST_ID = 160
 _TOPOLOGY = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
 
 
@@ -84,8 +86,13 @@ class BootConfig:
     @property
     def id(self) -> str:
         """Readable, for logs, test ids and the report; equality of configs is decided by :meth:`to_json`."""
-        name = self.model.rstrip("/").rsplit("/", 1)[-1]
-        parts = [name, self.short_dtype, self.mode, str(self.topology), f"step{self.max_num_batched_tokens}"]
+        parts = [
+            _model_name(self.model),
+            self.short_dtype,
+            self.mode,
+            str(self.topology),
+            f"step{self.max_num_batched_tokens}",
+        ]
         if self.backend != "vllm":
             parts.insert(0, self.backend)
         parts += [
@@ -93,7 +100,7 @@ class BootConfig:
             for key, value in sorted(self.options.items())
             if key not in _UNNAMED_OPTIONS
         ]
-        return "-".join(parts)
+        return _file_name("-".join(parts))
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back."""
@@ -116,6 +123,20 @@ def _short(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _model_name(model: str) -> str:
+    """The last part of a path or hub id, and a digest of the rest: two checkpoints may share a folder name."""
+    name = model.rstrip("/").rsplit("/", 1)[-1]
+    return name if name == model else f"{name}~{hashlib.sha256(model.encode()).hexdigest()[:6]}"
+
+
+def _file_name(text: str) -> str:
+    """``text`` as it can name a file: other characters replaced, and cut to what file systems take."""
+    clean = re.sub(r"[^\w.+=~-]", "_", text)
+    if len(clean) <= _LONGEST_ID:
+        return clean
+    return f"{clean[: _LONGEST_ID - 9]}~{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 class Backend(Protocol):
     """A way to run a model that can be captured from."""
 
@@ -136,10 +157,15 @@ class Backend(Protocol):
         input_ids: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] = (),
+        intervene: Any | None = None,
         max_new_tokens: int = 1,
         return_logits: bool = False,
     ) -> ForwardResult:
-        """Run the prompts as one batch; see :class:`~harness.results.ForwardResult` for shapes."""
+        """Run the prompts as one batch; see :class:`~harness.results.ForwardResult` for shapes.
+
+        ``intervene`` is one spec set, or one per prompt, as :mod:`harness.interventions` reads them; what is captured
+        is the value after the edit, and the next call is clean again.
+        """
         ...
 
     def raw_logits(self, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:

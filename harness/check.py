@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.edit_check import EditedCall, problems_of
+from harness.interventions import parse_interventions, plain_specs
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
+from harness.points import all_points, nonfireable_points
 from harness.prompts import calibration
-from harness.reference.run import JITTERS, teacher_forced
+from harness.reference.load import as_dtype
+from harness.reference.run import JITTERS, MANY_JITTERS, teacher_forced
 from harness.results import split_rows
 
 if TYPE_CHECKING:
@@ -22,16 +25,14 @@ if TYPE_CHECKING:
     import torch
 
     from harness.backend import BootConfig
+    from harness.interventions import Requests
     from harness.parity.types import CaseVerdict
     from harness.pool import Engine
+    from harness.reference.run import Pair
     from harness.results import ForwardResult
     from harness.session import ParitySession
 
 __all__ = ["Parity", "rows_by_hook"]
-
-#: Realisations of the reference beside the plain one, where a case fails with the usual few.
-MANY_JITTERS = 10
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def rows_by_hook(result: ForwardResult) -> dict[str, list[torch.Tensor]]:
@@ -70,6 +71,36 @@ class Parity:
         return int(self.hf_config.vocab_size)
 
     @property
+    def n_layers(self) -> int:
+        """Blocks of the model."""
+        return int(self.hf_config.num_hidden_layers)
+
+    @property
+    def width(self) -> int:
+        """Width of the residual stream."""
+        return int(self.hf_config.hidden_size)
+
+    @property
+    def k(self) -> float:
+        """How many times the reference's own error an engine may make."""
+        return self._session.k
+
+    @property
+    def profile(self) -> str:
+        """How much of the matrix this run covers: ``smoke``, ``full`` or ``nightly``."""
+        return self._session.plan.profile
+
+    @property
+    def examples(self) -> int:
+        """How many examples a property-based test tries in this profile."""
+        return self._session.plan.examples
+
+    @property
+    def hook_points(self) -> list[str]:
+        """What the engine must serve: every point of the model, whatever the engine itself says it serves."""
+        return all_points(self.n_layers)
+
+    @property
     def step(self) -> int:
         """Tokens per step; longer prompts are served in chunks."""
         return self.config.max_num_batched_tokens
@@ -77,7 +108,9 @@ class Parity:
     @cached_property
     def has_tokenizer(self) -> bool:
         """Whether the checkpoint ships a tokenizer."""
-        return any(Path(self.config.path, name).is_file() for name in _TOKENIZER_FILES)
+        from harness.models import has_tokenizer
+
+        return has_tokenizer(self.config.path)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -97,12 +130,13 @@ class Parity:
         prompts: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] | None = None,
+        intervene: Any | None = None,
         max_new_tokens: int = 1,
     ) -> ForwardResult:
         """Run prompts on the engine, capturing every point unless told otherwise."""
         engine = self.engine
-        names = list(engine.supported_hook_points) if capture is None else list(capture)
-        return engine.forward(prompts, capture=names, max_new_tokens=max_new_tokens)
+        names = self.hook_points if capture is None else list(capture)
+        return engine.forward(prompts, capture=names, intervene=intervene, max_new_tokens=max_new_tokens)
 
     def judge(
         self,
@@ -127,7 +161,7 @@ class Parity:
             verdict, truth = self._verdict(
                 prompts, sequences, rows_by_hook(result), names, MANY_JITTERS, explain=True
             )
-        self._record(
+        self.record(
             label,
             verdict,
             {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats},
@@ -146,24 +180,80 @@ class Parity:
         explain: bool,
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
         """The verdict with so many realisations of the reference beside the plain one, and the truth."""
-        pair = self._session.references.get(
-            self.config.path, self.config.dtype, sequences, names, jitters=jitters
-        )
+        pair = self.reference(sequences, names, jitters=jitters)
         verdict = compare(
             rows,
             pair.truth.captured,
             [run.captured for run in pair.same],
             dtype=self.config.dtype,
-            n_layers=int(self.hf_config.num_hidden_layers),
-            k=self._session.k,
-            noise=self._noise,
+            n_layers=self.n_layers,
+            k=self.k,
+            noise=self.noise,
             explain=explain,
             step=self.step,
             earlier=self._judged,
             prompt_lengths=[len(prompt) for prompt in prompts],
-            final_norm_weight=self._final_norm_weight,
+            final_norm_weight=self.final_norm_weight,
         )
         return verdict, pair.truth.captured
+
+    def reference(
+        self,
+        sequences: Sequence[Sequence[int]],
+        names: Sequence[str],
+        *,
+        jitters: int = JITTERS,
+        edits: Requests | None = None,
+    ) -> Pair:
+        """The truth and the reference's realisations for this engine's checkpoint and dtype."""
+        return self._session.references.get(
+            self.config.path, self.config.dtype, sequences, names, jitters=jitters, edits=edits
+        )
+
+    def edits(self, intervene: Any, lengths: Sequence[int]) -> Requests:
+        """Read specs as the engine does, for requests of so many rows."""
+        return parse_interventions(
+            plain_specs(intervene),
+            widths=dict.fromkeys(self.hook_points, self.width),
+            nonfireable=nonfireable_points(self.n_layers),
+            lengths=lengths,
+            dtype=as_dtype(self.config.dtype),
+        )
+
+    def check_edits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        intervene: Any,
+        *,
+        max_new_tokens: int = 1,
+        label: str = "edits",
+        must_bite: bool = True,
+    ) -> ForwardResult:
+        """Run prompts without, with and again without edits, and fail the case unless all is as it must be.
+
+        See :mod:`harness.edit_check` for what is judged.
+
+        Args:
+            prompts: token ids.
+            intervene: specs as :mod:`harness.interventions` reads them.
+            max_new_tokens: greedy steps; edits without ``pos`` go on at decode steps.
+            label: names the findings in the record.
+            must_bite: whether each edit has to change its hook well above the noise.
+
+        Returns:
+            The edited call.
+        """
+        __tracebackhide__ = True
+        clean, edited, after = (
+            self.forward(prompts, intervene=specs, max_new_tokens=max_new_tokens)
+            for specs in (None, intervene, None)
+        )
+        edits = self.edits(intervene, edited.lengths)
+        call = EditedCall(self, prompts, edits, clean, edited, after, label, must_bite)
+        problems = problems_of(call)
+        if problems:
+            pytest.fail("\n\n".join(problems), pytrace=False)
+        return edited
 
     def check(
         self, prompts: Sequence[Sequence[int]], result: ForwardResult, *, label: str = "activations"
@@ -179,21 +269,19 @@ class Parity:
     ) -> None:
         """Fail the case unless two lists of tensors agree in every bit; NaNs agree with nothing."""
         __tracebackhide__ = True
-        import torch
-
         if not actual or len(actual) != len(expected):
             pytest.fail(f"{what}: {len(actual)} tensors against {len(expected)}", pytrace=False)
         differing = [
             (index, tuple(a.shape), tuple(e.shape))
             for index, (a, e) in enumerate(zip(actual, expected, strict=True))
-            if a.dtype != e.dtype or not torch.equal(a, e)
+            if not _same_bits(a, e)
         ]
         detail = {
             "tensors": len(actual),
             "elements": sum(t.numel() for t in actual),
             "differing": len(differing),
         }
-        self._record(label, None, {**detail, "claim": f"{what}: equal in every bit"})
+        self.record(label, None, {**detail, "claim": f"{what}: equal in every bit"})
         if differing:
             index, got, want = differing[0]
             shapes = f"shapes {got} and {want}"
@@ -227,8 +315,11 @@ class Parity:
 
     @contextlib.contextmanager
     def planted(self, fault: str, **options: Any) -> Iterator[Parity]:
-        """The same checks on an engine whose worker is broken on purpose; its verdicts are not the case's."""
-        with self.spare_engine(worker_cls=f"harness.faults.workers.{fault}", **options) as engine:
+        """The same checks on an engine whose worker is broken on purpose; its verdicts are not the case's.
+
+        ``fault`` is a class of :mod:`harness.faults`: ``workers.StaleBuffer``, ``edits.EditNotReset``.
+        """
+        with self.spare_engine(worker_cls=f"harness.faults.{fault}", **options) as engine:
             yield _OnTrial(self._session, self.config, engine)
 
     def plain_logits(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[torch.Tensor]:
@@ -237,16 +328,28 @@ class Parity:
             return plain.raw_logits(prompts, max_new_tokens=max_new_tokens)
 
     @property
-    def _noise(self) -> dict[str, float]:
+    def noise(self) -> dict[str, float]:
         """The reference's own error per hook at this dtype, measured once per run on the calibration prompts."""
         return self._session.noise(self.config, lambda: calibration(self))
 
     @cached_property
-    def _final_norm_weight(self) -> torch.Tensor:
+    def final_norm_weight(self) -> torch.Tensor:
+        """The final norm's weight as the checkpoint has it, (width,)."""
         return self._session.final_norm_weight(self.config)
 
-    def _record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
+    def record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
+        """Add a finding to the case's record."""
         self._session.record_verdict(label, verdict, detail)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dtype, shape and bytes agree (0.0 and -0.0 do not) and nothing in them is NaN."""
+    import torch
+
+    if a.dtype != b.dtype or a.shape != b.shape or bool(torch.isnan(a).any()):
+        return False
+    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
 
 
 class _OnTrial(Parity):
@@ -261,7 +364,12 @@ class _OnTrial(Parity):
         """The broken engine."""
         return self._engine
 
-    def _record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
+    @property
+    def hook_points(self) -> list[str]:
+        """What the broken engine says it serves."""
+        return list(self._engine.supported_hook_points)
+
+    def record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
         sentence = (
             verdict.divergence.sentence if verdict is not None and verdict.divergence else "no divergence"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "EngineError", "HarnessError", "UsageError"]
+__all__ = ["CaptureError", "EngineError", "HarnessError", "UnsupportedError", "UsageError"]
 
 
 class HarnessError(Exception):
@@ -14,6 +14,10 @@ class UsageError(HarnessError, ValueError):
 
     The command and the pytest plugin turn it into exit code 2, before anything expensive starts.
     """
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """The caller asked for something that makes sense and is not built; the message says what to use instead."""
 
 
 class EngineError(HarnessError, RuntimeError):

@@ -10,7 +10,8 @@ from harness.errors import UsageError
 __all__ = ["DEFAULT_MODELS", "PROFILES", "Plan", "Profile"]
 
 DEFAULT_MODELS = ("smollm2-135m", "tiny-llama")
-_MAX_MODEL_LEN = 256
+#: Room for a prompt just over the largest step, and its new tokens.
+_MAX_MODEL_LEN = 320
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Plan:
     def step_sizes(self) -> tuple[int, ...]:
         """Tokens per step, smallest set first."""
         return PROFILES[self.profile].step_sizes
+
+    @property
+    def examples(self) -> int:
+        """Examples a property-based test tries."""
+        return PROFILES[self.profile].examples
 
     def configs(self) -> list[BootConfig]:
         """One config per engine, in the order they should be booted: a model's engines stand together.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from harness.errors import CaptureError, EngineError, UsageError
 from harness.host import serve
+from harness.interventions import plain_specs
 from harness.transport import receive, send, unpack_result
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Engine:
         self._process = process
         self._connection = connection
         self._step_timeout = step_timeout
+        self._killed = False
 
     @property
     def alive(self) -> bool:
@@ -81,6 +83,7 @@ class Engine:
     def forward(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> ForwardResult:
         """See :meth:`harness.backend.Backend.forward`."""
         prompts = [list(map(int, row)) for row in input_ids]
+        kwargs["intervene"] = plain_specs(kwargs.get("intervene"))
         header, tensors = self.request("forward", self._step_timeout, input_ids=prompts, **kwargs)
         return unpack_result(header, tensors)
 
@@ -99,10 +102,7 @@ class Engine:
             UsageError, CaptureError, EngineError: as raised there; EngineError too when it died or was too slow, in
                 which case everything it had started is gone as well.
         """
-        try:
-            send(self._connection, {"op": operation, "arguments": arguments})
-        except (BrokenPipeError, OSError):
-            self._fail(f"is gone ({self._exit()})")
+        self._send({"op": operation, "arguments": arguments})
         try:
             return self._reply(operation, timeout)
         except (UsageError, CaptureError, EngineError):
@@ -113,11 +113,17 @@ class Engine:
             raise
 
     def _boot(self, timeout: float, tick: Callable[[float], None]) -> None:
-        send(self._connection, {"op": "boot", "config": self.config.to_json()})
+        self._send({"op": "boot", "config": self.config.to_json()})
         header, _ = self._reply("boot", timeout, tick)
         self.describe = header["describe"]
         self.supported_hook_points = header["supported"]
         self.non_fireable_hook_points = header["non_fireable"]
+
+    def _send(self, header: dict[str, Any]) -> None:
+        try:
+            send(self._connection, header)
+        except (BrokenPipeError, OSError):
+            self._fail(f"is gone ({self._exit()})")
 
     def _reply(
         self, operation: str, timeout: float, tick: Callable[[float], None] | None = None
@@ -171,7 +177,10 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and all it started, now."""
+        """Kill the process and all it started, now; safe to call twice."""
+        if self._killed:
+            return  # its id may belong to somebody else by now
+        self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join(10)
@@ -212,8 +221,8 @@ class EnginePool:
         """The live engine for ``config``, booted if need be.
 
         Raises:
-            EngineError: it did not boot, now or earlier in this run (it is not tried twice).
-            UsageError: the boot was refused.
+            EngineError: it did not boot, now or earlier in this run (it is not tried twice). A refusal counts: what a
+                caller can know beforehand has been checked before the first boot.
         """
         key = config.to_json()
         engine = self._live.pop(key, None)
@@ -228,9 +237,9 @@ class EnginePool:
             self._live.pop(next(iter(self._live))).close()
         try:
             self._live[key] = self.boot(config)
-        except EngineError as error:
+        except (EngineError, UsageError) as error:
             self._failed[key] = str(error)
-            raise
+            raise EngineError(self._failed[key]) from error
         return self._live[key]
 
     def boot(self, config: BootConfig) -> Engine:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGLISH", "PARAGRAPHS", "UNICODE", "calibration", "of_length"]
 
-#: Written for this project: a few plain paragraphs, so that lengths up to 250 tokens are real text.
+#: Written for this project: a few plain paragraphs, so that lengths up to 300 tokens are real text.
 PARAGRAPHS = (
     "The capital of France is",
     (
@@ -31,6 +31,12 @@ PARAGRAPHS = (
         "two answers that differ be told from two answers that agree. A thermometer that is always wrong by"
         " one degree is more useful than one that is wrong by a random amount, since the first can be "
         "corrected once and trusted for ever."
+    ),
+    (
+        "In the spring the river rose by a metre and carried away the wooden bridge. Nobody was surprised, "
+        "for the bridge had been old when the miller was young, and each winter had taken a plank or two. "
+        "The village met in the schoolhouse and quarrelled until midnight about stone and iron, and about "
+        "who should pay for either of them."
     ),
 )
 ENGLISH = " ".join(PARAGRAPHS[1:])

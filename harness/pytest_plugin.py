@@ -7,6 +7,8 @@ test asks for the ``parity`` fixture.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import shlex
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.errors import EngineError, HarnessError, UsageError
+from harness.errors import CaptureError, HarnessError, UsageError
 from harness.plan import DEFAULT_MODELS, PROFILES, Plan
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ __all__ = ["SESSION"]
 EXIT_USAGE = 2
 PLAN = pytest.StashKey[Plan]()
 SESSION: pytest.StashKey[ParitySession | None] = pytest.StashKey()
+#: Whether the run is nothing but tests that all its options together leave no engine for.
+NARROWED = pytest.StashKey[bool]()
 _PHASES = pytest.StashKey[dict[str, pytest.TestReport]]()
 
 
@@ -182,6 +186,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse what cannot work and start the records, before the first engine boots."""
     config = session.config
     cases = [(item, found) for item in session.items if (found := _config_of(item)) is not None]
+    asking = [item for item in session.items if "parity" in getattr(item, "fixturenames", ())]
+    config.stash[NARROWED] = bool(asking) and not cases and len(asking) == len(session.items)
     if config.option.collectonly or not cases:
         return
     from harness.session import ParitySession
@@ -233,8 +239,25 @@ def _declaration(item: pytest.Item, found: BootConfig) -> dict[str, Any]:
         "backend": found.backend,
         "engine": found.id,
         "step": found.max_num_batched_tokens,
-        "rerun": f"pytest '{item.nodeid}'",
+        "rerun": _rerun(item),
     }
+
+
+def _rerun(item: pytest.Item) -> str:
+    """A command that runs this case alone, whatever the options of this run were."""
+    found, profile = _config_of(item), item.config.option.parity_profile
+    assert found is not None  # noqa: S101 - only cases with an engine are recorded
+    options = {
+        "--model": found.model,
+        "--dtype": found.short_dtype,
+        "--engine-mode": found.mode,
+        "--topology": str(found.topology),
+    }
+    if found.backend != "vllm":
+        options["--backend"] = found.backend
+    if profile != "smoke":
+        options["--profile"] = profile
+    return shlex.join(["pytest", item.nodeid, *itertools.chain.from_iterable(options.items())])
 
 
 @pytest.fixture
@@ -257,7 +280,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     item.stash[_PHASES] = {}
     session.begin_case(item.nodeid)
     result = yield
-    session.end_case(**_conclude(item))
+    session.end_case(rerun=_rerun(item), **_conclude(item))
     return result
 
 
@@ -272,7 +295,8 @@ def pytest_runtest_makereport(
         error = call.excinfo.value if call.excinfo is not None else None
         if isinstance(error, HarnessError):
             report.longrepr = f"{type(error).__name__}: {error}"
-        report.engine_failed = isinstance(error, EngineError)  # type: ignore[attr-defined]
+        broken = isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
+        report.parity_broken = broken  # type: ignore[attr-defined]
         phases[report.when] = report
     return report
 
@@ -280,12 +304,10 @@ def pytest_runtest_makereport(
 def _conclude(item: pytest.Item) -> dict[str, Any]:
     """Outcome, reason and message of a finished case."""
     phases = item.stash[_PHASES]
-    rerun = f"pytest '{item.nodeid}'"
     for phase in phases.values():
         if phase.failed:
-            infra = phase.when != "call" or getattr(phase, "engine_failed", False)
-            outcome = "error" if infra else "failed"
-            return {"outcome": outcome, "message": str(phase.longrepr), "rerun": rerun}
+            broken = phase.when == "call" and getattr(phase, "parity_broken", False)
+            return {"outcome": "failed" if broken else "error", "message": str(phase.longrepr)}
     for phase in phases.values():
         if phase.skipped:
             reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
@@ -295,10 +317,10 @@ def _conclude(item: pytest.Item) -> dict[str, Any]:
 
             known = kind in SKIP_CLASSES
             skip = {"skip_class": kind if known else None, "reason": rest if known else reason}
-            return {"outcome": "skipped", "rerun": rerun, **skip}
+            return {"outcome": "skipped", **skip}
     if "call" not in phases:
-        return {"outcome": "error", "message": "the case was interrupted", "rerun": rerun}
-    return {"outcome": "passed", "rerun": rerun}
+        return {"outcome": "error", "message": "the case was interrupted"}
+    return {"outcome": "passed"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -306,6 +328,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Close every engine, write the report, and let a run that did less than it declared not be green."""
     run = session.config.stash.get(SESSION, None)
     if run is None:
+        if session.config.stash.get(NARROWED, False) and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         return
     from harness.summary import finish
 
@@ -318,6 +342,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print the verdict, the worst figures and where the report lies."""
     run = config.stash.get(SESSION, None)
     if run is None:
+        if config.stash.get(NARROWED, False):
+            terminalreporter.write_line(
+                "vllm-parity: nothing ran: no engine of this plan is one these tests are for"
+            )
         return
     from harness.summary import summary_lines
 

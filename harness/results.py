@@ -31,6 +31,7 @@ class ForwardResult:
         logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
         raw_output: the engine's own output, for those who need more; None across a process border.
         stats: fires per hook, forward steps, seconds, whatever the backend measured; JSON-able.
+        starts: column of each request's first row; 0 but for a batch that was padded on the left.
     """
 
     captured: dict[str, torch.Tensor]
@@ -39,10 +40,30 @@ class ForwardResult:
     logits: torch.Tensor | None = None
     raw_output: Any = None
     stats: dict[str, Any] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Rows begin in the first column unless said otherwise."""
+        self.starts = self.starts or [0] * len(self.lengths)
 
     def rows(self, hook: str, request: int) -> torch.Tensor:
         """The real rows of one request, (n_rows, width), without padding."""
-        return self.captured[hook][request, : self.lengths[request]]
+        return self.captured[hook][request, self._span(request)]
+
+    def logit_rows(self, request: int) -> torch.Tensor:
+        """The logits of one request's real rows, (n_rows, d_vocab) fp32.
+
+        Raises:
+            CaptureError: none were asked for.
+        """
+        if self.logits is None:
+            msg = "this forward was run without logits; ask for them with return_logits=True"
+            raise CaptureError(msg)
+        return self.logits[request, self._span(request)]
+
+    def _span(self, request: int) -> slice:
+        begin = self.starts[request]
+        return slice(begin, begin + self.lengths[request])
 
 
 @dataclass(frozen=True)
@@ -92,9 +113,27 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
     return joined
 
 
-def pad_rows(rows: Sequence[torch.Tensor], *, fill: float = 0.0) -> torch.Tensor:
-    """Stack ragged (n_i, width) tensors into (batch, max n, width), filled on the right with ``fill``."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+def pad_rows(
+    rows: Sequence[torch.Tensor],
+    *,
+    starts: Sequence[int] | None = None,
+    columns: int | None = None,
+    fill: float = 0.0,
+) -> torch.Tensor:
+    """Stack ragged (n_i, width) tensors into (batch, columns, width), with ``fill`` where there is no row.
+
+    Args:
+        rows: one tensor per request.
+        starts: column of each request's first row, 0 by default.
+        columns: at least as many as the rows need, which is the default.
+        fill: what stands elsewhere.
+    """
+    begins = [0] * len(rows) if starts is None else list(starts)
+    needed = max(begin + one.shape[0] for begin, one in zip(begins, rows, strict=True))
+    padded = torch.full((len(rows), max(needed, columns or 0), rows[0].shape[1]), fill, dtype=rows[0].dtype)
+    for index, (begin, one) in enumerate(zip(begins, rows, strict=True)):
+        padded[index, begin : begin + one.shape[0]] = one
+    return padded
 
 
 def split_rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:

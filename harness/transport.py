@@ -52,7 +52,12 @@ def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.
     tensors = {f"captured/{name}": tensor for name, tensor in result.captured.items()}
     if result.logits is not None:
         tensors["logits"] = result.logits
-    header = {"lengths": result.lengths, "new_tokens": result.new_tokens, "stats": result.stats}
+    header = {
+        "lengths": result.lengths,
+        "new_tokens": result.new_tokens,
+        "stats": result.stats,
+        "starts": result.starts,
+    }
     return header, tensors
 
 
@@ -69,4 +74,5 @@ def unpack_result(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
         new_tokens=[list(tokens) for tokens in header["new_tokens"]],
         logits=tensors.get("logits"),
         stats=dict(header["stats"]),
+        starts=list(header["starts"]),
     )

@@ -23,7 +23,7 @@ def test_prompt_length(parity, n):
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_around_the_step_limit(parity, offset):
     """A prompt of exactly as many tokens as one step takes, one fewer, one more."""
-    n = min(parity.step, 200) + offset
+    n = parity.step + offset
     prompts = [of_length(parity, n, seed=offset + 1)]
     parity.check(prompts, parity.forward(prompts))
 

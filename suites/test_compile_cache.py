@@ -57,9 +57,9 @@ def test_specs_outside_the_cache_key_are_caught(parity, tmp_path):
     for inside in (True, False):
         environment = _fresh_caches(tmp_path / str(inside)) | {"VLLM_USE_AOT_COMPILE": "1"}
         fault = "SpecsInsideKey" if inside else "SpecsOutsideKey"
-        with parity.planted(fault, environment=environment, hook_points=FEW) as few:
+        with parity.planted(f"workers.{fault}", environment=environment, hook_points=FEW) as few:
             few.check(prompts, few.forward(prompts))
-        with parity.planted(fault, environment=environment) as more:
+        with parity.planted(f"workers.{fault}", environment=environment) as more:
             if inside:
                 more.check(prompts, more.forward(prompts))
                 continue

@@ -45,7 +45,7 @@ FAULTS = {
 def test_planted_fault_is_caught(parity, fault):
     """A worker with this mistake turns the activation suite red, and the message names the mistake."""
     check, says = FAULTS[fault]
-    with parity.planted(fault) as faulty, pytest.raises(pytest.fail.Exception) as caught:
+    with parity.planted(f"workers.{fault}") as faulty, pytest.raises(pytest.fail.Exception) as caught:
         check(faulty)
     message = str(caught.value)
     parity.note(
@@ -59,7 +59,7 @@ def test_planted_fault_is_caught(parity, fault):
 )
 def test_hooks_installed_after_compiling_are_reported_dead(parity):
     """Hooks added after boot never fire in a compiled engine: an error that names them, never zeros."""
-    with parity.planted("LateHooks") as faulty, pytest.raises(CaptureError) as caught:
+    with parity.planted("workers.LateHooks") as faulty, pytest.raises(CaptureError) as caught:
         test_activations.test_prompt_length(faulty, 7)
     parity.note("LateHooks", message=str(caught.value))
     assert "embed.hook_out never fired" in str(caught.value)

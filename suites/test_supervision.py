@@ -67,7 +67,7 @@ def test_bad_input_is_refused_and_costs_nothing(parity):
             lambda: parity.forward([[5, parity.vocab_size]]),
             r"token id \d+ at position 1, outside the vocabulary",
         ),
-        (lambda: parity.forward([[5] * 400]), r"prompt 0 has 400 tokens .*max_model_len is 256"),
+        (lambda: parity.forward([[5] * 400]), r"prompt 0 has 400 tokens .*max_model_len is 320"),
         (
             lambda: parity.forward(prompts, capture=["blocks.0.hook_outt"]),
             r"did you mean 'blocks\.0\.hook_out'",

@@ -102,9 +102,9 @@ class StaleBuffer(CaptureWorker):
     _previous: dict[str, torch.Tensor]
     _latest: dict[str, torch.Tensor]
 
-    def harness_init(self, taps: TapSet) -> None:
+    def harness_init(self, taps: TapSet, spec: HarnessSpec) -> None:
         """Start with no call before."""
-        super().harness_init(taps)
+        super().harness_init(taps, spec)
         self._previous, self._latest = {}, {}
 
     def tl_reset_capture_flags(self, names: list[str] | None = None) -> None:
@@ -159,7 +159,7 @@ class LateHooks(CaptureWorker):
         result = super().compile_or_warm_up_model(*args, **kwargs)
         self._late = HarnessSpec.from_config(self.vllm_config.additional_config)
         if self._late is not None:
-            self.harness_init(self.install(self._late))
+            self.harness_init(self.install(self._late), self._late)
             internals.instrument_runner(self, self)
         return result
 

@@ -6,10 +6,18 @@ May import `harness.errors` only; nothing here knows a backend, an engine or a s
 from __future__ import annotations
 
 from harness.models.cache import cache_dir, materialise
-from harness.models.checkpoint import load_config
+from harness.models.checkpoint import has_tokenizer, load_config
 from harness.models.registry import ModelSource, bundled, resolve
 
-__all__ = ["ModelSource", "bundled", "cache_dir", "load_config", "materialise", "resolve"]
+__all__ = [
+    "ModelSource",
+    "bundled",
+    "cache_dir",
+    "has_tokenizer",
+    "load_config",
+    "materialise",
+    "resolve",
+]
 
 
 def __dir__() -> list[str]:

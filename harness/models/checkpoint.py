@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-__all__ = ["check_weights", "load_config", "no_progress_bars"]
+__all__ = ["check_weights", "has_tokenizer", "load_config", "no_progress_bars"]
 
 _INDEX = "model.safetensors.index.json"
 #: Formats that execute code, or may, while they are read.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+#: Files that hold a tokenizer; its settings, tokenizer_config.json, make none by themselves.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def __dir__() -> list[str]:
@@ -93,6 +95,11 @@ def check_weights(path: str | Path) -> None:
             raise _unreadable(folder, f"{name} is damaged ({error})", "copy that file again") from error
         if empty:
             raise _unreadable(folder, f"{name} holds no tensor", "copy that file again")
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether the checkpoint folder `path` ships a tokenizer; told by file names, nothing is loaded."""
+    return any(Path(path, name).is_file() for name in _TOKENIZERS)
 
 
 @contextlib.contextmanager

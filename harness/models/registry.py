@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from harness.errors import UsageError
 from harness.models import smollm2
 from harness.models.cache import materialise
+from harness.models.checkpoint import has_tokenizer
 from harness.models.tiny import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ModelSource:
     kind: Literal["bundled", "local", "hub"]
     description: str  #: one line for a list
     get: Callable[[], Path]  #: what `fetch` calls
-    has_tokenizer: bool | None = None  #: None: not known before `fetch`
+    has_tokenizer: bool | None = None  #: None: not on this machine yet, so not known before `fetch`
 
     def fetch(self) -> Path:
         """Return the checkpoint's folder, building or downloading it first where that is needed.
@@ -84,7 +85,13 @@ def resolve(name_or_path: str | Path) -> ModelSource:
     folder = Path(wanted).expanduser()
     if wanted.strip() and folder.is_dir():
         found = folder.absolute()
-        return ModelSource(name=wanted, kind="local", description=f"local folder {found}", get=lambda: found)
+        return ModelSource(
+            name=wanted,
+            kind="local",
+            description=f"local folder {found}",
+            get=lambda: found,
+            has_tokenizer=has_tokenizer(found),
+        )
     if _HUB_ID.fullmatch(wanted) and not isinstance(name_or_path, Path):
         return _hub(wanted)
     if isinstance(name_or_path, Path) or wanted.startswith((".", "~")) or folder.is_absolute():
@@ -120,7 +127,11 @@ def _hub(repo: str) -> ModelSource:
             name=repo, kind="hub", description=f"Hugging Face {repo}", get=lambda: _download(repo)
         )
     return ModelSource(
-        name=repo, kind="hub", description=f"Hugging Face {repo} (in the local cache)", get=lambda: cached
+        name=repo,
+        kind="hub",
+        description=f"Hugging Face {repo} (in the local cache)",
+        get=lambda: cached,
+        has_tokenizer=has_tokenizer(cached),
     )
 
 

@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.parity.rows import forward_order
-from harness.parity.scene import NEAR, SHARE, Match, Scene, distance
+from harness.parity.scene import NEAR, SHARE, Match, Scene, distance, take
 from harness.points import FINAL_NORM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["empty_rows", "factors", "leaked_edits", "mixed_parts", "other_hooks", "sums", "weighted_norms"]
+__all__ = [
+    "empty_rows",
+    "factors",
+    "leaked_edits",
+    "mixed_parts",
+    "other_hooks",
+    "sums",
+    "unedited_rows",
+    "weighted_norms",
+]
 
-EMPTY, EDIT, HOOK, SUM, WEIGHT, PARTS, FACTOR, ROW_FACTOR = 0, 25, 30, 40, 45, 50, 60, 70
+EMPTY, UNEDITED, EDIT, HOOK, SUM, WEIGHT, PARTS, FACTOR, ROW_FACTOR = 0, 5, 25, 30, 40, 45, 50, 60, 70
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(attn\.hook_out|mlp\.hook_out|hook_out)")
 #: A factor within this share of a known one is that one: bf16 rounds √width by up to 0.4 %.
@@ -177,6 +186,18 @@ def factors(scene: Scene) -> Iterator[Match]:
         match = scene.match(text, each * scene.own, ROW_FACTOR)
         if match is not None:
             yield match
+
+
+def unedited_rows(scene: Scene) -> Iterator[Match]:
+    """The rows of the same call without its edits."""
+    rows = (scene.clues.unedited or {}).get(scene.hook)
+    if rows is None or [r.shape for r in rows] != [r.shape for r in scene.truth[scene.hook]]:
+        return
+    match = scene.match(
+        "equals the same call without edits: the edit does not show here", take(rows, scene.refs), UNEDITED
+    )
+    if match is not None:
+        yield match
 
 
 def leaked_edits(scene: Scene) -> Iterator[Match]:

@@ -25,6 +25,7 @@ _SEARCHES = (
     candidates.empty_rows,
     moves.moved_rows,
     moves.stale_rows,
+    candidates.unedited_rows,
     candidates.leaked_edits,
     candidates.other_hooks,
     candidates.sums,

@@ -44,6 +44,7 @@ class Clues:
     earlier: Sequence[tuple[str, Captures]] = ()
     final_norm_weight: torch.Tensor | None = None
     edits: Sequence[tuple[str, torch.Tensor]] = ()
+    unedited: Captures | None = None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def compare(
     earlier: Sequence[tuple[str, Captures]] = (),
     final_norm_weight: torch.Tensor | None = None,
     edits: Sequence[tuple[str, torch.Tensor]] = (),
+    unedited: Captures | None = None,
 ) -> CaseVerdict:
     """Judge every hook of a case; where one fails, say where it began and what it looks like.
 
@@ -81,6 +82,7 @@ def compare(
         earlier: (label, captures) of calls before this one, to recognise stale buffers.
         final_norm_weight: (width,) of the final norm, to recognise it folded in.
         edits: (label, (width,) vector) of interventions, to recognise one that leaked or did not bite.
+        unedited: the truth without the interventions, to recognise rows that lack them.
 
     Raises:
         CaptureError: something is missing, surplus or misshapen; see :func:`harness.parity.rows.check`.
@@ -112,7 +114,7 @@ def compare(
     first = next((i for i, verdict in enumerate(verdicts) if not verdict.passed), None)
     divergence = None
     if first is not None and explain:
-        clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits)
+        clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits, unedited)
         failure = Failure(tuple(verdicts), first, failing[names[first]], tables[names[first]].lengths, dtype)
         divergence = diverge(engine, truth, failure, clues)
     wrong_dtype = [verdict.hook for verdict in verdicts if _has_dtype_gate(verdict)]

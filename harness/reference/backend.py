@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from harness.backend import BootConfig, Topology
+from harness.conventions import dtype_name
 from harness.errors import UsageError
+from harness.interventions import parse_interventions
 from harness.models import load_config, resolve
 from harness.points import all_points, check_capture, nonfireable_points
 from harness.reference.hooks import architecture_of
-from harness.reference.load import as_dtype, dtype_name, load_model
-from harness.reference.run import DEFAULT_ATTENTION, check_ids, forward_logits, run_reference
+from harness.reference.load import as_dtype, load_model
+from harness.reference.run import DEFAULT_ATTENTION, forward_logits, run_reference
 from harness.results import ForwardResult, pad_rows
+from harness.tokens import check_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    from harness.interventions import Edit
 
 __all__ = ["ReferenceBackend", "boot_reference"]
 
@@ -96,16 +101,17 @@ class ReferenceBackend:
         input_ids: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] = (),
+        intervene: Any | None = None,
         max_new_tokens: int = 1,
         return_logits: bool = False,
     ) -> ForwardResult:
         """Run each prompt and ``max_new_tokens - 1`` greedy steps after it.
 
         A row belongs to the forward that first computed it, as in an engine: a prompt's rows are bit-equal however
-        many tokens follow.
+        many tokens follow. Edits, see :mod:`harness.interventions`, reach the rows of decode steps too.
 
         Raises:
-            UsageError: ids, names or a number of tokens that cannot be served; the backend is closed.
+            UsageError: ids, names, edits or a number of tokens that cannot be served; the backend is closed.
         """
         model = self._alive()
         names = check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
@@ -113,12 +119,19 @@ class ReferenceBackend:
             msg = f"max_new_tokens is {max_new_tokens!r}; it is an int from 1"
             raise UsageError(msg)
         prompts = self._check(input_ids, max_new_tokens)
+        edits = parse_interventions(
+            intervene,
+            widths=dict.fromkeys(self.supported_hook_points, model.config.hidden_size),
+            nonfireable=self.non_fireable_hook_points,
+            lengths=[len(prompt) + max_new_tokens - 1 for prompt in prompts],
+            dtype=model.dtype,
+        )
         started = time.monotonic()
         captured: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         logits: list[torch.Tensor] = []
         new_tokens: list[list[int]] = []
-        for prompt in prompts:
-            rows, request_logits, new = _generate(model, prompt, names, max_new_tokens)
+        for prompt, here in zip(prompts, edits, strict=True):
+            rows, request_logits, new = _generate(model, prompt, names, max_new_tokens, here)
             for name in names:
                 captured[name].append(rows[name])
             logits.append(request_logits)
@@ -155,18 +168,18 @@ class ReferenceBackend:
     def _check(self, input_ids: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Every row that is computed needs a position, so decode steps count."""
         room = self.config.max_model_len - (max_new_tokens - 1)
-        return check_ids(input_ids, vocab_size=self._alive().config.vocab_size, max_len=room)
+        return check_prompts(input_ids, vocab_size=self._alive().config.vocab_size, max_len=room)
 
 
 def _generate(
-    model: PreTrainedModel, prompt: list[int], names: list[str], steps: int
+    model: PreTrainedModel, prompt: list[int], names: list[str], steps: int, edits: tuple[Edit, ...]
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
     """Greedy decode of one request: rows per hook (n_prompt+k-1, width), logits, k new tokens."""
     ids = list(prompt)
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     logits: list[torch.Tensor] = []
     for step in range(steps):
-        run = run_reference(model, [ids], names)
+        run = run_reference(model, [ids], names, [edits])
         fresh = slice(0 if step == 0 else -1, None)
         for name in names:
             rows[name].append(run.captured[name][0][fresh])

@@ -1,19 +1,22 @@
-"""Read the hook points from a Hugging Face model with forward hooks.
+"""Read and edit the hook points of a Hugging Face model with forward hooks.
 
 A point's value is what its module returns, copied at the hook: later code may add into the same memory. The one
 exception is ``ln_final.hook_normalized``, which no module returns: it is the final norm's output divided by its
 weight, by the same rule as on the engine's side, so that the division's rounding is in both.
+
+An edited row goes on through the model in the module's own convention, and what is captured is read from that, as an
+engine's capture is: after the edit.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.conventions import divide_weight, multiply_weight
 from harness.errors import CaptureError, UsageError
 from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT, HookPoint, all_points
 
@@ -23,20 +26,17 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from harness.interventions import Edit
+
 __all__ = [
     "FAMILIES",
-    "MIN_DIVISOR",
     "ModuleTree",
     "architecture_of",
     "capturing",
     "hidden_of",
     "module_paths",
     "points_of",
-    "unweight",
 ]
-
-#: Weights smaller than this are not divided by: the quotient would be noise blown up.
-MIN_DIVISOR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -127,61 +127,101 @@ def hidden_of(output: Any, hook: str) -> torch.Tensor:
     raise CaptureError(msg)
 
 
-def unweight(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Divide an RMSNorm's output by its weight: ``normalised = output / weight``.
-
-    In fp32 or wider, then rounded to ``output``'s dtype. Channels with ``|weight| < 1e-6`` are left as they are.
-
-    Args:
-        output: (…, width), any float dtype; the result has its shape and dtype.
-        weight: (width,).
-    """
-    wide = torch.promote_types(output.dtype, torch.float32)
-    divisor = weight.detach().to(wide)
-    # Compared in fp64: fp32(1e-6) lies below 1e-6, so an fp32 comparison would decide otherwise than the fp64 truth's.
-    small = divisor.double().abs() < MIN_DIVISOR
-    divisor = torch.where(small, torch.ones_like(divisor), divisor)
-    return (output.to(wide) / divisor).to(output.dtype)
-
-
 @contextmanager
-def capturing(model: PreTrainedModel, capture: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+def capturing(
+    model: PreTrainedModel, capture: Sequence[str], edits: Sequence[Edit] = ()
+) -> Iterator[dict[str, torch.Tensor]]:
     """Within it, ONE forward of ``model`` fills the yielded dict: hook → (batch, n, width), a copy on the CPU.
 
+    Args:
+        model: where the hooks are installed, and taken off again however the block ends.
+        capture: names of hooks.
+        edits: of the one sequence that is run, at most one per hook, captured or not.
+
     Raises:
-        UsageError: as :func:`module_paths`.
+        UsageError: as :func:`module_paths`; two edits at one hook, or a batch of several sequences with edits.
         CaptureError: a hook fired twice, or, on leaving, never fired; a module that isn't in the model.
     """
+    by_hook = {edit.hook: edit for edit in edits}
+    if len(by_hook) != len(edits):
+        twice = next(edit.hook for edit in edits if by_hook[edit.hook] is not edit)
+        msg = f"hook {twice!r}: a sequence has two edits there, and which comes first is not defined; give it one"
+        raise UsageError(msg)
     captured: dict[str, torch.Tensor] = {}
+    taps: list[_Tap] = []
     handles: list[Any] = []
     try:
-        for hook, path in module_paths(model, capture).items():
+        for hook, path in module_paths(model, [*capture, *by_hook]).items():
             try:
                 module = model.get_submodule(path)
             except AttributeError as error:
                 msg = f"{hook}: the model has no module {path!r}"
                 raise CaptureError(msg) from error
-            handles.append(module.register_forward_hook(partial(_take, captured, hook)))
+            taps.append(_Tap(hook, by_hook.get(hook), captured if hook in capture else None))
+            handles.append(module.register_forward_hook(taps[-1]))
         yield captured
     finally:
         for handle in handles:
             handle.remove()
-    dead = [hook for hook in capture if hook not in captured]
+    dead = [tap.hook for tap in taps if not tap.fired]
     if dead:
         msg = f"{len(dead)} hooks of the reference never fired: {', '.join(dead[:4])}{', …' if len(dead) > 4 else ''}"
         raise CaptureError(msg)
 
 
-def _take(captured: dict[str, torch.Tensor], hook: str, module: nn.Module, _args: Any, output: Any) -> None:
-    """Copy what ``module`` returned into ``captured``. Returns None: the forward goes on with the module's own."""
-    if hook in captured:
-        msg = f"{hook}: its module ran twice in one forward; the hook's value would be ambiguous"
-        raise CaptureError(msg)
-    value = hidden_of(output, hook).detach()
-    if hook == FINAL_NORM:
+@dataclass
+class _Tap:
+    """The forward hook of one point, for one forward."""
+
+    hook: str
+    edit: Edit | None
+    captured: dict[str, torch.Tensor] | None  #: where its value goes; None: it is edited only
+    fired: bool = False
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        """Edit, then capture. None where nothing was edited: the forward goes on with the module's own output."""
+        if self.fired:
+            msg = f"{self.hook}: its module ran twice in one forward; the hook's value would be ambiguous"
+            raise CaptureError(msg)
+        self.fired = True
+        weight = self._weight(module)
+        emitted = hidden_of(output, self.hook).detach()
+        after = emitted if self.edit is None else _edited(emitted, self.edit, weight)
+        if self.captured is not None:
+            value = after if weight is None else divide_weight(after, weight)
+            self.captured[self.hook] = value.to("cpu", copy=True)
+        if after is emitted:
+            return None
+        if isinstance(output, tuple | list):
+            return [after, *output[1:]] if isinstance(output, list) else (after, *output[1:])
+        return after
+
+    def _weight(self, module: nn.Module) -> torch.Tensor | None:
+        """What the module has multiplied its value by; None where it returns the value itself."""
+        if self.hook != FINAL_NORM:
+            return None
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor):
-            msg = f"{hook}: {type(module).__name__} has no weight to divide by"
+            msg = f"{self.hook}: {type(module).__name__} has no weight to divide by"
             raise CaptureError(msg)
-        value = unweight(value, weight)
-    captured[hook] = value.to("cpu", copy=True)
+        return weight
+
+
+def _edited(emitted: torch.Tensor, edit: Edit, weight: torch.Tensor | None) -> torch.Tensor:
+    """``emitted`` with the rows that ``edit`` touches replaced, in memory of its own; ``emitted`` itself if none is."""
+    batch, n_rows, _ = emitted.shape
+    if batch != 1:
+        msg = f"hook {edit.hook!r}: edits are of one sequence, but a batch of {batch} was run; run them one at a time"
+        raise UsageError(msg)
+    touched = edit.touches(n_rows)
+    if not touched:
+        return emitted
+    at = torch.tensor(touched, device=emitted.device)
+    rows = emitted[:, at]
+    if weight is None:
+        rows = edit.apply(rows)
+    else:
+        # In fp64, so that to divide, to edit and to multiply back cost one rounding and not three.
+        canonical = divide_weight(rows.double(), weight)
+        rows = multiply_weight(edit.apply(canonical), weight).to(emitted.dtype)
+    return emitted.index_copy(1, at, rows)

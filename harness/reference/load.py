@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["as_dtype", "dtype_name", "load_model"]
+__all__ = ["as_dtype", "load_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,6 @@ def as_dtype(name: torch.dtype | str) -> torch.dtype:
         raise UsageError(msg)
     dtype: torch.dtype = getattr(torch, full)
     return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def load_model(

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.conventions import dtype_name
 from harness.errors import UsageError
 from harness.models import load_config, resolve
 from harness.points import BLOCK_OUT, all_points, check_capture, nonfireable_points
 from harness.reference.hooks import architecture_of, capturing, module_paths, points_of
-from harness.reference.load import as_dtype, dtype_name, load_model
+from harness.reference.load import as_dtype, load_model
 from harness.reference.realisations import jitter, onednn_linears
 from harness.reference.truth import exact_forward, load_truth, truth_dtype
+from harness.tokens import check_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from harness.interventions import Edit, Requests
+
 __all__ = [
     "DEFAULT_ATTENTION",
     "Pair",
     "ReferenceRun",
     "References",
-    "check_ids",
     "forward_logits",
     "run_reference",
     "teacher_forced",
@@ -45,10 +48,14 @@ DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
 #: Jittered realisations of R that every case gets.
 JITTERS = 2
+#: … and that a case gets that fails with those: an ill-conditioned row's error is one draw, and a few can all be small.
+MANY_JITTERS = 10
 
 #: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
 Role = str
 Ids = tuple[int, ...]
+#: What stands for a sequence's edits: their digests, in no order, since a forward decides it by their hooks.
+Edited = frozenset[tuple[Any, ...]]
 
 
 @dataclass
@@ -91,41 +98,6 @@ class _Entry:
         return self.logits.nbytes + sum(rows.nbytes for rows in self.captured.values())
 
 
-def check_ids(sequences: Any, *, vocab_size: int, max_len: int) -> list[list[int]]:
-    """Return the sequences as lists of ints, checked as an engine checks them. A (batch, seq) tensor is fine too.
-
-    Raises:
-        UsageError: a flat list of ids, no or an empty sequence, an id outside the vocabulary or no int, a sequence
-            longer than ``max_len``.
-    """
-    if isinstance(sequences, str) or not len(sequences):
-        msg = "no prompt was given: pass a list of token id lists"
-        raise UsageError(msg)
-    checked: list[list[int]] = []
-    for number, sequence in enumerate(sequences):
-        if isinstance(sequence, torch.Tensor):
-            ids = sequence.tolist()
-        elif isinstance(sequence, int | str):
-            msg = (
-                f"prompt {number} is {sequence!r}, not a list of token ids; pass [[…], …] even for one prompt"
-            )
-            raise UsageError(msg)
-        else:
-            ids = list(sequence)
-        if not ids:
-            msg = f"prompt {number} is empty; a model needs at least one token"
-            raise UsageError(msg)
-        if len(ids) > max_len:
-            msg = f"prompt {number} has {len(ids)} tokens; at most {max_len} fit"
-            raise UsageError(msg)
-        for position, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                msg = f"prompt {number}, position {position}: {token!r} is no token id; they are 0 to {vocab_size - 1}"
-                raise UsageError(msg)
-        checked.append(ids)
-    return checked
-
-
 def teacher_forced(prompts: Sequence[Sequence[int]], new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return what to run so that each row an engine computed while generating is computed too.
 
@@ -155,36 +127,59 @@ def forward_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 
 def run_reference(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], capture: Sequence[str]
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    capture: Sequence[str],
+    edits: Requests | None = None,
 ) -> ReferenceRun:
     """Run the sequences one at a time (so that nothing depends on the batch) and capture the asked hooks.
 
-    A model at fp64 runs so that it stays in fp64, see :mod:`harness.reference.truth`.
+    A model at fp64 runs, and is edited, so that it stays in fp64, see :mod:`harness.reference.truth`.
+
+    Args:
+        model: a loaded model.
+        sequences: token ids, n_i each.
+        capture: hook names; the values are those after the edits.
+        edits: per sequence; positions that a sequence does not reach are left out. None: nothing is edited.
 
     Raises:
-        UsageError: a wrong hook name, or ids that :func:`check_ids` refuses.
+        UsageError: a wrong hook name, ids that :func:`~harness.tokens.check_prompts` refuses, or edits that are not one
+            tuple per sequence.
         CaptureError: a hook that did not fire exactly once.
     """
-    names = check_capture(capture, points_of(model), nonfireable_points(model.config.num_hidden_layers))
-    prompts = check_ids(
+    layers = model.config.num_hidden_layers
+    names = check_capture(capture, points_of(model), nonfireable_points(layers))
+    prompts = check_prompts(
         sequences, vocab_size=model.config.vocab_size, max_len=model.config.max_position_embeddings
     )
     run = ReferenceRun(prompts=prompts, captured={name: [] for name in names}, logits=[])
-    for ids in prompts:
-        with capturing(model, names) as captured:
+    for ids, edits_here in zip(prompts, _per_sequence(edits, prompts, layers), strict=True):
+        with capturing(model, names, edits_here) as captured:
             run.logits.append(forward_logits(model, ids))
         for name in names:
             run.captured[name].append(captured[name][0])
     return run
 
 
+def _per_sequence(edits: Requests | None, prompts: list[list[int]], layers: int) -> list[tuple[Edit, ...]]:
+    """One tuple of edits per sequence, at hooks that a model of ``layers`` blocks has."""
+    if edits is None:
+        return [()] * len(prompts)
+    if len(edits) != len(prompts):
+        msg = f"{len(prompts)} sequences but {len(edits)} tuples of edits; there must be one per sequence"
+        raise UsageError(msg)
+    hooks = [edit.hook for here in edits for edit in here]
+    check_capture(hooks, all_points(layers), nonfireable_points(layers))
+    return [tuple(here) for here in edits]
+
+
 @dataclass
 class References:
     """The truth and the reference of every sequence the suites ask for, computed once.
 
-    Kept per checkpoint, engine dtype and single sequence, with every hook point, so a new batch of known prompts or
-    another set of hooks costs nothing. The least recently used sequences go first once ``max_bytes`` is reached.
-    Only ``max_loaded`` models are in memory at a time.
+    Kept per checkpoint, engine dtype, single sequence and its edits, with every hook point, so a new batch of known
+    prompts or another set of hooks costs nothing. The least recently used sequences go first once ``max_bytes`` is
+    reached. Only ``max_loaded`` models are in memory at a time.
 
     Attributes:
         max_loaded: models kept; T and R of one checkpoint are two.
@@ -199,7 +194,9 @@ class References:
     attn_implementation: str = DEFAULT_ATTENTION
     computed: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
-    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids], _Entry] = field(default_factory=OrderedDict)
+    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited], _Entry] = field(
+        default_factory=OrderedDict
+    )
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
 
     @property
@@ -215,6 +212,7 @@ class References:
         capture: Sequence[str],
         *,
         jitters: int = JITTERS,
+        edits: Requests | None = None,
     ) -> Pair:
         """Return T and R for ``sequences``, in their order, computing only what isn't kept.
 
@@ -224,6 +222,7 @@ class References:
             sequences: token ids, n_i each.
             capture: hook names.
             jitters: how many realisations of R beside the plain one.
+            edits: per sequence, applied in T and in every realisation of R, each at its own dtype.
 
         Raises:
             UsageError: everything the caller got wrong, before a model is loaded.
@@ -235,12 +234,16 @@ class References:
         architecture_of(config)
         layers = config.num_hidden_layers
         names = check_capture(capture, all_points(layers), nonfireable_points(layers))
-        prompts = check_ids(sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings)
+        prompts = check_prompts(
+            sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings
+        )
+        edited = _per_sequence(edits, prompts, layers)
+        _refuse_past_the_end(edited, prompts)
         # Begin with the model that is loaded already: half the loads where few are kept.
         jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
         roles: list[Role] = ["truth", "same", *jittered]
         roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
-        runs = {role: self._run(folder, dtype, role, prompts, names) for role in roles}
+        runs = {role: self._run(folder, dtype, role, prompts, names, edited) for role in roles}
         return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
 
     def close(self) -> None:
@@ -249,30 +252,39 @@ class References:
         self._entries.clear()
 
     def _run(
-        self, folder: str, dtype: torch.dtype, role: Role, prompts: list[list[int]], names: list[str]
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        role: Role,
+        prompts: list[list[int]],
+        names: list[str],
+        edits: list[tuple[Edit, ...]],
     ) -> ReferenceRun:
         """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
-        held: dict[Ids, _Entry] = {}
-        for ids in map(tuple, prompts):
-            if ids in held:
-                continue
-            key = (folder, dtype, role, ids)
-            entry = self._entries.get(key) or self._compute(folder, dtype, role, ids)
-            held[ids] = self._entries[key] = entry
-            self._entries.move_to_end(key)
+        entries: list[_Entry] = []
+        held: dict[tuple[Ids, Edited], _Entry] = {}
+        for ids, here in zip(map(tuple, prompts), edits, strict=True):
+            edited = frozenset(edit.digest for edit in here)
+            if (ids, edited) not in held:
+                key = (folder, dtype, role, ids, edited)
+                entry = self._entries.get(key) or self._compute(folder, dtype, role, ids, here)
+                held[ids, edited] = self._entries[key] = entry
+                self._entries.move_to_end(key)
+            entries.append(held[ids, edited])
         self._evict()
-        entries = [held[tuple(ids)] for ids in prompts]
         return ReferenceRun(
             prompts=[list(ids) for ids in prompts],
             captured={name: [entry.captured[name] for entry in entries] for name in names},
             logits=[entry.logits for entry in entries],
         )
 
-    def _compute(self, folder: str, dtype: torch.dtype, role: Role, ids: Ids) -> _Entry:
+    def _compute(
+        self, folder: str, dtype: torch.dtype, role: Role, ids: Ids, edits: tuple[Edit, ...]
+    ) -> _Entry:
         model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
         with _jittered(model, role):
-            run = run_reference(model, [ids], points_of(model))
+            run = run_reference(model, [ids], points_of(model), [edits])
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
         # A further realisation serves as a measure of noise in the captures; its logits would double what is kept.
@@ -309,6 +321,16 @@ class References:
         while self._entries and total > self.max_bytes:
             _, entry = self._entries.popitem(last=False)
             total -= entry.nbytes
+
+
+def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]) -> None:
+    """A position without a row would leave the reference clean, and edits paired with the wrong sequence unnoticed."""
+    for number, (ids, here) in enumerate(zip(prompts, edits, strict=True)):
+        for edit in here:
+            if edit.pos and edit.pos[-1] >= len(ids):
+                last = f"hook {edit.hook!r}: position {edit.pos[-1]}"
+                msg = f"{last} is past the end of sequence {number}, which has {len(ids)} rows"
+                raise UsageError(msg)
 
 
 def _model_role(role: Role) -> Role:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.conventions import MIN_DIVISOR, safe_divisor
 from harness.errors import CaptureError
 from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT
-from harness.reference.hooks import MIN_DIVISOR, points_of
+from harness.reference.hooks import points_of
 from harness.reference.run import forward_logits, run_reference
 from harness.reference.truth import RecordNarrowing, exact_forward
 
@@ -283,7 +284,7 @@ def _final_norm(read: _Readings) -> list[str]:
     normalised[:, kept] *= _weight(read.model)[kept]
     name = FINAL_NORM
     problems = _apart(name, read.captured[name], normalised, "norm", "the last block's output, normalised")
-    weighted = read.captured[name].double() * torch.where(kept, 1.0, _weight(read.model))
+    weighted = read.captured[name].double() * safe_divisor(_weight(read.model), torch.float64)
     for value, what in ((read.head_in, "the head's input"), (read.hidden_states[-1], "hidden_states[-1]")):
         if value is None:
             problems.append(f"{name}: the head never ran")
@@ -294,8 +295,7 @@ def _final_norm(read: _Readings) -> list[str]:
 
 def _logits(read: _Readings) -> list[str]:
     """``(normalised · weight) @ W_U.T``; a soft-cap or scale would show here as a difference."""
-    weight = _weight(read.model)
-    weighted = read.captured[FINAL_NORM].double() * torch.where(weight.abs() < MIN_DIVISOR, 1.0, weight)
+    weighted = read.captured[FINAL_NORM].double() * safe_divisor(_weight(read.model), torch.float64)
     unembed = read.model.get_output_embeddings().weight
     wanted = weighted @ unembed.detach().cpu().double().T
     scale = _rounding_scale(weighted, unembed)

@@ -18,8 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.conventions import dtype_name
 from harness.errors import UsageError
-from harness.reference.load import as_dtype, dtype_name, load_model
+from harness.reference.load import as_dtype, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,9 +14,11 @@ from harness.points import FINAL_NORM, HookPoint
 from harness.reference.hooks import FAMILIES, architecture_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-__all__ = ["final_norm_weight", "read_tensor"]
+__all__ = ["final_norm_weight", "read_tensor", "unembedding_rows"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -48,3 +50,19 @@ def final_norm_weight(path: str | Path) -> torch.Tensor:
     """The weight that the final norm multiplies in after normalising, (width,)."""
     tree = FAMILIES[architecture_of(load_config(path))]
     return read_tensor(path, f"{tree.path(HookPoint.parse(FINAL_NORM))}.weight")
+
+
+def unembedding_rows(path: str | Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Rows of the unembedding for some tokens, (len(tokens), width), at the checkpoint's dtype.
+
+    Raises:
+        UsageError: a token outside the vocabulary, or a checkpoint without the tensor.
+    """
+    config = load_config(path)
+    tree = FAMILIES[architecture_of(config)]
+    name = f"{tree.embed}.weight" if config.tie_word_embeddings else "lm_head.weight"
+    weight = read_tensor(path, name)
+    if any(not 0 <= token < config.vocab_size for token in tokens):
+        msg = f"tokens {list(tokens)} are not all inside the vocabulary of {config.vocab_size}"
+        raise UsageError(msg)
+    return weight[list(tokens)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.report.figures import depth_figure, heat_map
+from harness.report.maps import paired_maps
 from harness.report.numbers import count, duration, ratio, sci, ulps
 from harness.report.text import short_values, shortened, value_text
 from harness.store import hook_rows
@@ -92,6 +93,7 @@ class CaseView:
     panels: list[Panel]
     on_purpose: list[str]  #: comparisons that fail in a case that passes: planted faults, found
     details: list[tuple[str, list[tuple[str, str]]]]
+    maps: list[tuple[str, Markup]]  #: title and figure
     message: str
     passing: list[str] = field(default_factory=list)
     opened: bool = False
@@ -154,8 +156,9 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
         on_purpose=[_one_line(comparison) for comparison in failed] if case.outcome == "passed" else [],
         passing=[_one_line(comparison) for comparison in passed] if panels and failed else [],
         details=_details(case),
+        maps=_maps(case),
         message=shortened(case.message, _MAX_MESSAGE) if not _says_nothing_new(case.message, failed) else "",
-        opened=full and case.outcome != "passed",
+        opened=(full and case.outcome != "passed") or bool(_maps(case)),
     )
 
 
@@ -262,6 +265,14 @@ def _cells(row: HookRow) -> dict[str, Any]:
     }
 
 
+def _maps(case: CaseResult) -> list[tuple[str, Markup]]:
+    """Pairs of maps that a case recorded under ``maps``."""
+    found = [(entry.get("detail") or {}) for entry in case.verdicts if isinstance(entry.get("detail"), dict)]
+    maps = [detail["maps"] for detail in found if isinstance(detail.get("maps"), dict)]
+    figures = [(str(one.get("title") or ""), paired_maps(one)) for one in maps]
+    return [(title, figure) for title, figure in figures if figure]
+
+
 def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
     """What was measured where no hooks were compared: (label, [(name, value)])."""
     shown = []
@@ -269,7 +280,7 @@ def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
         detail = entry.get("detail")
         if not isinstance(detail, dict):
             detail = {} if detail is None else {"detail": detail}
-        pairs = [(str(name), value_text(value)) for name, value in detail.items()]
+        pairs = [(str(name), value_text(value)) for name, value in detail.items() if name != "maps"]
         if not entry.get("verdict"):
             cut = (
                 [("…", f"{len(pairs) - _MAX_DETAILS} more in results.jsonl")]

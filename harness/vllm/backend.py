@@ -87,17 +87,24 @@ class VLLMBackend:
         input_ids: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] = (),
+        intervene: Any | None = None,
         max_new_tokens: int = 1,
         return_logits: bool = False,
     ) -> ForwardResult:
         """See :meth:`VLLMDriver.forward`."""
         return self.driver.forward(
-            input_ids, capture=capture, max_new_tokens=max_new_tokens, return_logits=return_logits
+            input_ids,
+            capture=capture,
+            intervene=intervene,
+            max_new_tokens=max_new_tokens,
+            return_logits=return_logits,
         )
 
-    def raw_logits(self, input_ids: Sequence[Sequence[int]], max_new_tokens: int = 1) -> list[torch.Tensor]:
+    def raw_logits(
+        self, input_ids: Sequence[Sequence[int]], max_new_tokens: int = 1, capture: Sequence[str] = ()
+    ) -> list[torch.Tensor]:
         """See :meth:`VLLMDriver.raw_logits`."""
-        return self.driver.raw_logits(input_ids, max_new_tokens)
+        return self.driver.raw_logits(input_ids, max_new_tokens, capture)
 
     def close(self) -> None:
         """See :meth:`VLLMDriver.close`."""
@@ -128,4 +135,4 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
             max_num_seqs=min(16, config.max_num_batched_tokens),
             **options,
         )
-    return VLLMDriver(llm, [], boot_seconds=time.monotonic() - started)
+    return VLLMDriver(llm, None, boot_seconds=time.monotonic() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness import points
@@ -12,7 +13,7 @@ from harness.models import load_config, resolve
 from harness.vllm import internals
 from harness.vllm.environment import boot_environment, require_vllm
 from harness.vllm.overlays import get_overlay
-from harness.vllm.spec import HarnessSpec
+from harness.vllm.spec import EDIT_PROGRAMS, HarnessSpec
 from harness.vllm.wire import dtype_name
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def boot_vllm(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     hook_points: Sequence[str] | None = None,
+    max_edit_programs: int = EDIT_PROGRAMS,
     **vllm_kwargs: Any,
 ) -> RemoteBridge:
     """Boot an engine whose hook points can be captured.
@@ -163,6 +165,7 @@ def boot_vllm(
         pipeline_parallel_size: 1 for now.
         hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
             left out cost no memory and cannot be captured.
+        max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
 
     Raises:
@@ -186,7 +189,8 @@ def boot_vllm(
     del hf_config
     if hook_points is not None:
         chosen = set(points.select(hook_points, [tap.name for tap in spec.taps]))
-        spec = HarnessSpec(tuple(tap for tap in spec.taps if tap.name in chosen))
+        spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
+    spec = replace(spec, max_programs=_positive_int("max_edit_programs", max_edit_programs))
     if kv_bytes is not None:
         vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
     from harness.vllm.worker import WORKER_CLASS
@@ -248,7 +252,7 @@ def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, seconds: float
         internals.verify_hook_coverage(llm.collective_rpc("tl_absent_hooks"), names)
         # Profiling and warm-up have already fired every hook.
         llm.collective_rpc("tl_reset_counter")
-        driver = VLLMDriver(llm, names, boot_seconds=seconds)
+        driver = VLLMDriver(llm, spec, boot_seconds=seconds)
     except AttributeError as error:
         internals.shut_down(llm)
         msg = f"hook installation never ran: the engine's worker is not the capture worker ({error})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import uuid
@@ -9,54 +10,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 from harness import points
 from harness.errors import CaptureError, UsageError
+from harness.interventions import parse_interventions, plan_programs
 from harness.results import ForwardResult, pad_rows
+from harness.tokens import check_prompts
 from harness.vllm import internals
-from harness.vllm.wire import decode_tensor
+from harness.vllm.wire import decode_tensor, encode_specs
 from harness.vllm.worker_extension import REQUEST_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     import torch
 
-__all__ = ["VLLMDriver", "normalise_prompts"]
+    from harness.interventions import Edit
+    from harness.vllm.spec import HarnessSpec
 
-
-def normalise_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_tokens: int) -> list[list[int]]:
-    """Turn a prompt, a (batch, seq) tensor or ragged lists into lists of ids, and check them.
-
-    Raises:
-        UsageError: nothing to run, an empty prompt, an id outside the vocabulary, or a prompt that leaves no room.
-    """
-    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    if rows and not hasattr(rows[0], "__len__"):
-        rows = [rows]
-    if not rows:
-        msg = "no prompts: input_ids is empty"
-        raise UsageError(msg)
-    prompts = []
-    for index, row in enumerate(rows):
-        ids = row.tolist() if hasattr(row, "tolist") else list(row)
-        if not ids:
-            msg = f"prompt {index} is empty: there is no position to compute; give it at least one token (BOS will do)"
-            raise UsageError(msg)
-        for position, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                msg = f"prompt {index} holds {token!r} at position {position}; token ids are integers"
-                raise UsageError(msg)
-            if not 0 <= token < vocab_size:
-                where = f"prompt {index} has token id {token} at position {position}"
-                msg = f"{where}, outside the vocabulary of {vocab_size}"
-                raise UsageError(msg)
-        if len(ids) + new_tokens > max_len:
-            msg = (
-                f"prompt {index} has {len(ids)} tokens and {new_tokens} new ones were asked for, but max_model_len is "
-                f"{max_len} and one place must stay free for the next token: shorten it, or boot with more"
-            )
-            raise UsageError(msg)
-        prompts.append(ids)
-    return prompts
+__all__ = ["VLLMDriver"]
 
 
 class VLLMDriver:
@@ -69,11 +39,13 @@ class VLLMDriver:
         boot_seconds: wall-clock seconds of the boot.
     """
 
-    def __init__(self, llm: Any, names: Sequence[str], *, boot_seconds: float = 0.0) -> None:
+    def __init__(self, llm: Any, spec: HarnessSpec | None, *, boot_seconds: float = 0.0) -> None:
         self.llm = llm
+        self._widths = {tap.name: tap.width for tap in spec.taps} if spec else {}
+        self._max_programs = spec.max_programs if spec else 0
         self.hf_config = internals.extract_hf_config(llm)
         self.max_model_len = int(llm.llm_engine.model_config.max_model_len)
-        self.supported_hook_points = list(names)
+        self.supported_hook_points = list(self._widths)
         self.non_fireable_hook_points = points.nonfireable_points(int(self.hf_config.num_hidden_layers))
         self.provides_sequence_logits = False
         self.boot_seconds = boot_seconds
@@ -108,7 +80,8 @@ class VLLMDriver:
         Args:
             input_ids: one prompt, a (batch, seq) tensor without padding, or ragged lists.
             capture: hook names; ``()`` reads nothing back.
-            intervene: refused until it is built.
+            intervene: edits as :mod:`harness.interventions` reads them: one spec set for the batch, or a list with one
+                (or None) per request. Captures at an edited hook are the values after the edit.
             return_logits: refused until they are built.
             attention_mask: refused until it is built.
             max_new_tokens: greedy steps; captures then have n_prompt + k - 1 rows per request.
@@ -117,37 +90,31 @@ class VLLMDriver:
             Captures (batch, seq, width) at the engine's dtype, canonical, right-padded with zeros, on CPU.
 
         Raises:
-            UsageError: a hook or prompt that cannot be served; nothing has been sent then.
+            UsageError: a hook, prompt or edit that cannot be served; nothing has been sent then.
             CaptureError: a row is missing or doubled, or a hook was silent.
         """
-        _refuse_unbuilt(
-            intervene=intervene, return_logits=return_logits or None, attention_mask=attention_mask
-        )
+        _refuse_unbuilt(return_logits=return_logits or None, attention_mask=attention_mask)
         names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             msg = f"max_new_tokens must be an integer from 1, not {max_new_tokens!r}"
             raise UsageError(msg)
-        prompts = normalise_prompts(
+        prompts = check_prompts(
             input_ids,
             vocab_size=int(self.hf_config.vocab_size),
             max_len=self.max_model_len,
             new_tokens=max_new_tokens,
         )
+        edits = self._edits(intervene, [len(prompt) + max_new_tokens - 1 for prompt in prompts])
         if self._closed:
             msg = "this engine was closed; boot another"
             raise UsageError(msg)
         keys = [f"{self._tag}-{next(self._calls)}" for _ in prompts]
         started = time.perf_counter()
-        try:
-            if names:
-                self.llm.collective_rpc("tl_reset_capture_flags", args=(names,))
+        with self._edited(dict(zip(keys, edits, strict=True))), self._armed(names):
             outputs = self._generate(prompts, keys, max_new_tokens)
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(prompts, new_tokens, strict=True)]
             captured = self._collect(names, keys, lengths) if names else {}
-        finally:
-            if names:
-                self.llm.collective_rpc("tl_reset_accumulators")
         stats = {"seconds": time.perf_counter() - started}
         return ForwardResult(captured, lengths, new_tokens, raw_output=outputs, stats=stats)
 
@@ -155,7 +122,6 @@ class VLLMDriver:
         self, prompts: Sequence[list[int]], keys: Sequence[str], k: int, **sampling: Any
     ) -> list[Any]:
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
 
         params = [
             SamplingParams(
@@ -168,8 +134,7 @@ class VLLMDriver:
             )
             for key in keys
         ]
-        sent = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        outputs: list[Any] = self.llm.generate(sent, params, use_tqdm=False)
+        outputs = internals.generate(self.llm, prompts, params)
         if len(outputs) != len(prompts) or any(len(o.outputs[0].token_ids) != k for o in outputs):
             got = [len(o.outputs[0].token_ids) for o in outputs]
             msg = f"{len(prompts)} prompts were to give {k} tokens each; the engine returned {got}"
@@ -192,21 +157,84 @@ class VLLMDriver:
             captured[name] = pad_rows(rows)
         return captured
 
-    def raw_logits(self, input_ids: Any, max_new_tokens: int = 1) -> list[torch.Tensor]:
+    def raw_logits(
+        self, input_ids: Any, max_new_tokens: int = 1, capture: Sequence[str] = ()
+    ) -> list[torch.Tensor]:
         """The engine's own logits of every position, (n_prompt + k - 1, d_vocab) fp32, by its log-prob path.
+
+        ``capture`` names hooks that are captured meanwhile, and thrown away: what looking does to the logits.
 
         Raises:
             UsageError: the engine was not booted with ``logprobs_mode="raw_logits"`` and ``max_logprobs=-1``.
         """
         from harness.vllm.raw_logits import read_raw_logits
 
-        prompts = normalise_prompts(
+        prompts = check_prompts(
             input_ids,
             vocab_size=int(self.hf_config.vocab_size),
             max_len=self.max_model_len,
             new_tokens=max_new_tokens,
         )
-        return read_raw_logits(self.llm, prompts, int(self.hf_config.vocab_size), max_new_tokens)
+        names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
+        with self._armed(names):
+            logits = read_raw_logits(self.llm, prompts, int(self.hf_config.vocab_size), max_new_tokens)
+        wanted = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+        if [len(rows) for rows in logits] != wanted:
+            msg = f"logits of {wanted} positions were asked for, the engine gave {[len(rows) for rows in logits]}"
+            raise CaptureError(msg)
+        return logits
+
+    @contextlib.contextmanager
+    def _armed(self, names: list[str]) -> Iterator[None]:
+        """Within it the named hooks are captured; afterwards the workers are idle again."""
+        if not names:
+            yield
+            return
+        self.llm.collective_rpc("tl_reset_capture_flags", args=(names,))
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc("tl_reset_accumulators")
+
+    def _edits(self, intervene: Any, lengths: Sequence[int]) -> list[tuple[Edit, ...]]:
+        """Read and check specs as the workers will, before anything is sent."""
+        edits = parse_interventions(
+            intervene,
+            widths=self._widths,
+            nonfireable=self.non_fireable_hook_points,
+            lengths=lengths,
+            dtype=self.llm.llm_engine.model_config.dtype,
+        )
+        plan_programs(edits, limit=self._max_programs)
+        return edits
+
+    @contextlib.contextmanager
+    def _edited(self, edits: dict[str, tuple[Edit, ...]]) -> Iterator[None]:
+        """Within it the requests of these keys are edited; afterwards no request is.
+
+        Raises:
+            CaptureError: the forward never ran an edited hook, so nothing was edited there.
+        """
+        specs = {key: encode_specs(one) for key, one in edits.items() if one}
+        if not specs:
+            yield
+            return
+        self.llm.collective_rpc("tl_set_batched_interventions", args=(specs,))
+        try:
+            before = self.fires()
+            yield
+            hooks = {edit.hook for one in edits.values() for edit in one}
+            ran = {
+                hook
+                for was, now in zip(before, self.fires(), strict=True)
+                for hook in hooks & now.keys()
+                if now[hook] > was[hook]
+            }
+            if silent := [name for name in self.supported_hook_points if name in hooks - ran]:
+                msg = f"{', '.join(silent)} never fired: the edits there were not applied"
+                raise CaptureError(msg)
+        finally:
+            self.llm.collective_rpc("tl_set_batched_interventions", args=({},))
 
     def get_param(self, name: str) -> torch.Tensor | None:
         """A parameter by the engine's dot path, from the first rank that has it; None where none has."""

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "abort_all",
     "activation_dtype",
     "base_worker_class",
+    "compute_logits",
     "extract_hf_config",
+    "finished_requests",
+    "generate",
     "instrument_runner",
     "is_pp_missing_layer",
+    "is_traced",
+    "logits_processor",
     "model_of",
     "patch_engine_config",
     "request_extra_args",
@@ -32,6 +38,7 @@ __all__ = [
     "shut_down",
     "step_budget",
     "verify_hook_coverage",
+    "vocabulary_rows",
 ]
 
 _WORKERS = {
@@ -169,7 +176,7 @@ class _V1Steps:
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = super()._model_forward  # type: ignore[misc]
-        if self.harness_observer is None or not self.harness_observer.harness_armed():
+        if self.harness_observer is None or not self.harness_observer.harness_watching():
             return forward(*args, **kwargs)
         with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)):
             return forward(*args, **kwargs)
@@ -184,7 +191,7 @@ class _V2Steps:
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         observer = self.harness_observer
-        if observer is not None and observer.harness_armed() and self._harness_stack is not None:
+        if observer is not None and observer.harness_watching() and self._harness_stack is not None:
             counts, starts = batch.num_scheduled_tokens.tolist(), batch.num_computed_tokens_np.tolist()
             shares = _shares(list(batch.req_ids), counts, starts)
             self._harness_stack.enter_context(observer.harness_step(shares))
@@ -197,7 +204,7 @@ class _V2Steps:
 
 
 def instrument_runner(worker: Any, observer: Any) -> None:
-    """Re-class this worker's runner instance so that an armed observer's ``harness_step`` surrounds each forward.
+    """Re-class this worker's runner instance so that a watching observer's ``harness_step`` surrounds each forward.
 
     Only the instance changes: another engine's runner in this process keeps its class.
     """
@@ -218,16 +225,87 @@ def request_extra_args(scheduler_output: Any) -> Iterator[tuple[str, Mapping[str
         yield request.req_id, extra or {}
 
 
+def finished_requests(scheduler_output: Any) -> Sequence[str]:
+    """Ids of requests that ended since the last step (``finished_req_ids``)."""
+    return list(scheduler_output.finished_req_ids)
+
+
 def model_of(worker: Any) -> nn.Module:
     """The model a worker has loaded (``model_runner.get_model()``)."""
     model: nn.Module = worker.model_runner.get_model()
     return model
 
 
+def vocabulary_rows(module: Any) -> tuple[int, int] | None:
+    """Which real vocabulary rows [from, to) a vocabulary-parallel module holds (``shard_indices``); None for others."""
+    indices = getattr(module, "shard_indices", None)
+    if indices is None:
+        return None
+    try:
+        return int(indices.org_vocab_start_index), int(indices.org_vocab_end_index)
+    except AttributeError as error:
+        raise _moved("VocabParallelEmbedding.shard_indices.org_vocab_start_index") from error
+
+
+def logits_processor(model: Any) -> dict[str, Any] | None:
+    """Soft-cap and scale of a model's ``logits_processor``, None where the model has no such module."""
+    processor = getattr(model, "logits_processor", None)
+    if processor is None or is_pp_missing_layer(processor):
+        return None
+    try:
+        soft_cap = processor.soft_cap
+        return {
+            "soft_cap": None if soft_cap is None else float(soft_cap),
+            "scale": float(processor.scale),
+            "as_input": bool(processor.logits_as_input),
+        }
+    except AttributeError as error:
+        raise _moved(f"LogitsProcessor as expected ({error})") from error
+
+
+def compute_logits(worker: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+    """The model's own ``compute_logits`` on rows (n, width)."""
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
+        logits: torch.Tensor | None = model_of(worker).compute_logits(hidden)
+    return logits
+
+
+def is_traced(worker: Any) -> bool:
+    """Whether the worker runs a compiled graph of its model (``model_config.enforce_eager``)."""
+    return not worker.vllm_config.model_config.enforce_eager
+
+
 def activation_dtype(worker: Any) -> torch.dtype:
     """The dtype activations are computed in (``model_config.dtype``)."""
     dtype: torch.dtype = worker.vllm_config.model_config.dtype
     return dtype
+
+
+def abort_all(llm: Any) -> None:
+    """Drop every request the engine still works on (``llm_engine.output_processor.request_states``)."""
+    try:
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    except AttributeError as error:
+        raise _moved("LLMEngine.output_processor.request_states") from error
+
+
+def generate(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    """Run token-id prompts to their end (``LLM.generate``); an interrupted call leaves no request behind."""
+    from vllm.inputs import TokensPrompt
+
+    sent = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    try:
+        outputs: list[Any] = llm.generate(sent, params, use_tqdm=False)
+    except BaseException:
+        # What is left of this call would run on inside the next one. Its own error is the one to be told.
+        with contextlib.suppress(Exception):
+            abort_all(llm)
+        raise
+    return outputs
 
 
 def shut_down(llm: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness.errors import UsageError
+from harness.vllm import internals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,6 @@ def read_raw_logits(
         UsageError: the engine serves processed log-probs instead (evidence: vLLM 18352, trl 4159).
     """
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
 
     mode = str(llm.llm_engine.model_config.logprobs_mode)
     if "raw_logits" not in mode:
@@ -51,9 +51,8 @@ def read_raw_logits(
         logprobs=-1,
         flat_logprobs=True,
     )
-    sent = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     logits = []
-    for output in llm.generate(sent, params, use_tqdm=False):
+    for output in internals.generate(llm, prompts, params):
         rows = _dense(output.prompt_logprobs, vocab_size) + _dense(output.outputs[0].logprobs, vocab_size)
         logits.append(torch.stack(rows))
     return logits

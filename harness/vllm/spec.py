@@ -14,23 +14,27 @@ from harness.vllm.overlays import TapSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CONFIG_KEY", "DESIGN", "HarnessSpec"]
+__all__ = ["CONFIG_KEY", "DESIGN", "EDIT_PROGRAMS", "HarnessSpec"]
 
 CONFIG_KEY = "harness"
 
 #: Bumped whenever the traced part of a tap changes: the worker class itself is no part of vLLM's cache key.
-DESIGN = 1
+DESIGN = 2
+#: Distinct combinations of edits one call may use, where the caller names no number.
+EDIT_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
 class HarnessSpec:
-    """Which taps to install."""
+    """Which taps to install, and how many programs of edits their tables hold."""
 
     taps: tuple[TapSpec, ...]
+    max_programs: int = EDIT_PROGRAMS
 
     def to_config(self) -> dict[str, Any]:
         """The value for ``LLM(additional_config=...)``."""
-        return {CONFIG_KEY: {"design": DESIGN, "taps": [tap.to_dict() for tap in self.taps]}}
+        taps = [tap.to_dict() for tap in self.taps]
+        return {CONFIG_KEY: {"design": DESIGN, "max_programs": self.max_programs, "taps": taps}}
 
     @classmethod
     def from_config(cls, additional_config: Mapping[str, Any] | None) -> HarnessSpec | None:
@@ -45,4 +49,4 @@ class HarnessSpec:
         if data["design"] != DESIGN:
             msg = f"the driver speaks tap design {data['design']}, this worker {DESIGN}: install one version"
             raise ValueError(msg)
-        return cls(tuple(TapSpec.from_dict(tap) for tap in data["taps"]))
+        return cls(tuple(TapSpec.from_dict(tap) for tap in data["taps"]), int(data["max_programs"]))

@@ -5,16 +5,19 @@ vLLM's own RPC turns a tensor above 256 bytes into an untyped list; bytes arrive
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["decode_tensor", "dtype_name", "encode_tensor"]
+from harness.conventions import dtype_name
+from harness.interventions import OPS
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+    from harness.interventions import Edit
+
+__all__ = ["decode_specs", "decode_tensor", "dtype_name", "encode_specs", "encode_tensor"]
 
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
@@ -45,3 +48,28 @@ def decode_tensor(payload: dict[str, Any]) -> torch.Tensor:
     if expected == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def encode_specs(edits: Iterable[Edit]) -> dict[str, dict[str, Any]]:
+    """A request's edits as a spec set whose values are encoded tensors."""
+    specs: dict[str, dict[str, Any]] = {}
+    for edit in edits:
+        spec: dict[str, Any] = {"op": edit.op}
+        if OPS[edit.op] == "factor":
+            spec["factor"] = edit.scale
+        elif OPS[edit.op] == "value":
+            spec["value"] = encode_tensor(edit.bias)
+        if edit.pos is not None:
+            spec["pos"] = list(edit.pos)
+        specs[edit.hook] = spec
+    return specs
+
+
+def decode_specs(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo :func:`encode_specs`; values that are plain numbers or lists stay what they are."""
+
+    def decoded(spec: Any) -> Any:
+        value = spec.get("value") if isinstance(spec, dict) else None
+        return {**spec, "value": decode_tensor(value)} if isinstance(value, dict) else spec
+
+    return {hook: decoded(spec) for hook, spec in specs.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import EngineError
 from harness.vllm import internals
 from harness.vllm.spec import HarnessSpec
-from harness.vllm.taps import TapSet, install_taps
+from harness.vllm.taps import TapSet, install_taps, tap_hook
 from harness.vllm.worker_extension import TLWorkerExtension
 
 __all__ = ["WORKER_CLASS", "CaptureWorker"]
@@ -26,13 +26,16 @@ else:
 class CaptureWorker(TLWorkerExtension, _Base):
     """The platform's worker plus taps. With no spec in the engine's config it behaves as its base."""
 
+    #: What runs after each tapped module.
+    tap_hook = staticmethod(tap_hook)
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then install: late enough for every module to exist, early enough to be compiled."""
         super().load_model(*args, **kwargs)
         spec = self.harness_spec()
         if spec is None:
             return
-        self.harness_init(self.install(spec))
+        self.harness_init(self.install(spec), spec)
         internals.instrument_runner(self, self)
 
     def harness_spec(self) -> HarnessSpec | None:
@@ -57,8 +60,10 @@ class CaptureWorker(TLWorkerExtension, _Base):
         return install_taps(
             resolved,
             max_tokens=internals.step_budget(self),
+            max_programs=spec.max_programs,
             dtype=internals.activation_dtype(self),
             device=self.device,
+            hook=type(self).tap_hook,
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:

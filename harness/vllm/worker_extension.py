@@ -5,35 +5,45 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from harness.conventions import divide_weight
 from harness.errors import CaptureError
+from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
 from harness.vllm.accumulator import Accumulator
-from harness.vllm.taps import TapSet, canonical
-from harness.vllm.wire import encode_tensor
+from harness.vllm.wire import decode_specs, encode_tensor
+from harness.vllm.worker_params import ParameterExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from harness.interventions import Plan
     from harness.vllm.accumulator import StepRows
+    from harness.vllm.spec import HarnessSpec
+    from harness.vllm.taps import TapSet
 
 __all__ = ["REQUEST_KEY", "TLWorkerExtension"]
 
 #: Under this name a request's ``SamplingParams.extra_args`` may carry the driver's own key for it.
 REQUEST_KEY = "harness_request"
 
+#: (from, to, program) over a request's positions, see :class:`harness.interventions.Plan`.
+Ranges = tuple[tuple[int, int, int], ...]
 
-class TLWorkerExtension:
+
+class TLWorkerExtension(ParameterExtension):
     """Mixed into the platform's worker. ``_taps`` stays None until installation has run."""
 
     _taps: TapSet | None = None
     _accumulator: Accumulator
     _keys: dict[str, str]
 
-    def harness_init(self, taps: TapSet) -> None:
-        """Start with nothing captured and every tap idle."""
+    def harness_init(self, taps: TapSet, spec: HarnessSpec) -> None:
+        """Start with nothing captured, nothing edited and every tap idle."""
         self._taps = taps
+        self._widths = {tap.name: tap.width for tap in spec.taps}
+        self._ranges: dict[str | None, Ranges] = {}
         self._accumulator = Accumulator()
         self._keys = {}
         self._fires_at_arm: dict[str, int] = {}
@@ -41,18 +51,21 @@ class TLWorkerExtension:
 
     # -- around a forward ---------------------------------------------------------------------------------------
 
-    def harness_armed(self) -> bool:
-        """Whether the next forward is to be captured."""
-        return self._accumulator.armed
+    def harness_watching(self) -> bool:
+        """Whether the next forward is to be captured or edited."""
+        return self._accumulator.armed or bool(self._ranges)
 
     @contextlib.contextmanager
     def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
-        """Surround one real forward: open the row table before it, take the rows away after it."""
+        """Surround one real forward: fill the row tables before it, take the rows away after it."""
         taps = self._installed()
         total = sum(share.count for share in shares)
         taps.open_step(total)
+        taps.edit_step(self.program_rows(shares))
         try:
             yield
+            if not self._accumulator.armed:
+                return
             self._steps_since_arm += 1
             rows = {
                 name: self.take_rows(name, total) for name in self._accumulator.names if name in taps.taps
@@ -66,6 +79,17 @@ class TLWorkerExtension:
         rows = self._installed().taps[name].rows[:total]
         return rows.clone() if rows.device.type == "cpu" else rows.to("cpu")
 
+    def program_rows(self, shares: Sequence[StepRows]) -> list[tuple[int, int, int]]:
+        """Which rows [from, to) of a step get which program, by request key and absolute position."""
+        found = []
+        for share in shares:
+            key = self._keys.get(share.request, share.request)
+            for begin, end, program in self._ranges.get(key, self._ranges.get(None, ())):
+                first, last = max(begin, share.start), min(end, share.start + share.count)
+                if first < last:
+                    found.append((share.row + first - share.start, share.row + last - share.start, program))
+        return found
+
     def label_shares(self, shares: Sequence[StepRows]) -> Sequence[StepRows]:
         """Last word on who owns which rows of a step."""
         return shares
@@ -75,6 +99,9 @@ class TLWorkerExtension:
         for request, extra in internals.request_extra_args(scheduler_output):
             if REQUEST_KEY in extra:
                 self._keys[request] = str(extra[REQUEST_KEY])
+        if not self._accumulator.armed:  # a captured request's key is needed until its rows have been read
+            for request in internals.finished_requests(scheduler_output):
+                self._keys.pop(request, None)
 
     def _installed(self) -> TapSet:
         if self._taps is None:
@@ -100,6 +127,51 @@ class TLWorkerExtension:
         """Forget all captures and go idle."""
         self._accumulator.reset()
         self._keys.clear()
+
+    def tl_set_interventions(self, specs: dict[str, Any] | None) -> None:
+        """Forget all edits, then apply one spec set to every request until the next call of this kind.
+
+        Args:
+            specs: ``{hook: spec}`` as :mod:`harness.interventions` reads it, tensors encoded or as lists; a hook that
+                another rank holds is skipped. None or ``{}``: nothing is edited.
+
+        Raises:
+            UsageError: a spec that cannot be done.
+        """
+        self._set_edits({None: specs} if specs else {})
+
+    def tl_set_batched_interventions(self, specs: dict[str, dict[str, Any]]) -> None:
+        """Like :meth:`tl_set_interventions`, with a spec set per request key; requests not named are not edited."""
+        keyed: dict[str | None, dict[str, Any]] = {key: one for key, one in specs.items()}  # noqa: C416 - widens the key
+        self._set_edits(keyed)
+
+    def _set_edits(self, specs: Mapping[str | None, dict[str, Any]]) -> None:
+        self.clear_edits()
+        if not specs:
+            return
+        requests = parse_interventions(
+            [decode_specs(one) for one in specs.values()],
+            widths=self._widths,
+            nonfireable={},
+            lengths=[FOREVER] * len(specs),
+            dtype=internals.activation_dtype(self),
+        )
+        plan = plan_programs(requests, limit=self._installed().max_programs)
+        self.load_edits(plan)
+        self._ranges = {key: ranges for key, ranges in zip(specs, plan.ranges, strict=True) if ranges}
+
+    def load_edits(self, plan: Plan) -> None:
+        """Fill the tables of this rank's taps."""
+        self._installed().load(plan)
+
+    def clear_edits(self) -> None:
+        """Edit nothing from the next forward on."""
+        self._ranges = {}
+        self._installed().clear_edits()
+
+    def tl_tap_bytes(self) -> dict[str, int]:
+        """Bytes this rank's taps hold, see :attr:`TapSet.nbytes`."""
+        return self._installed().nbytes
 
     def tl_read_batched_captures(
         self, names: list[str] | None = None, rows: dict[str, int] | None = None
@@ -147,9 +219,25 @@ class TLWorkerExtension:
             for name in self._served(names)
         }
 
+    def tl_read_emitted(self, name: str, rows: dict[str, int]) -> dict[str, dict[str, Any]]:
+        """Rows of one hook as its module emitted them, not made canonical: key → encoded (n, width).
+
+        Empty where this rank does not hold the hook, or never ran it.
+        """
+        if name not in self._served([name]):
+            return {}
+        requests = {self._keys.get(request, request): request for request in self._accumulator.shares}
+        return {
+            key: encode_tensor(self._accumulator.read(requests[key], name, n_rows))
+            for key, n_rows in rows.items()
+            if key in requests
+        }
+
     def read_rows(self, request: str, name: str, n_rows: int | None) -> torch.Tensor:
         """One request's canonical rows at one hook, (n_rows, width)."""
-        return canonical(self._accumulator.read(request, name, n_rows), self._installed().taps[name].divisor)
+        rows = self._accumulator.read(request, name, n_rows)
+        divisor = self._installed().taps[name].divisor
+        return rows if divisor is None else divide_weight(rows, divisor)
 
     def _served(self, names: list[str] | None) -> list[str]:
         """Armed hooks that took part in every step; a hook that fired in none is not served, in some is an error."""
@@ -183,12 +271,7 @@ class TLWorkerExtension:
         if self._taps is None:
             return 0
         removed = len(self._taps.taps)
-        self._taps.remove()
+        self._accumulator.reset()
+        self._ranges = {}
+        self._taps.remove(traced=internals.is_traced(self))
         return removed
-
-    def tl_get_param(self, name: str) -> dict[str, Any] | None:
-        """A parameter or buffer of this rank's model by dot path, encoded; None where this rank lacks it."""
-        import torch
-
-        found = internals.resolve_dot_path(internals.model_of(self), name)
-        return encode_tensor(found) if isinstance(found, torch.Tensor) else None

@@ -11,9 +11,7 @@ from harness.backend import BootConfig, Topology, load_backend
 from harness.errors import UsageError
 from harness.plan import Plan
 from harness.points import HookPoint, all_points, check_capture, nonfireable_points, select
-from harness.vllm.driver import normalise_prompts
 from harness.vllm.overlays import get_overlay
-from harness.vllm.taps import canonical
 from harness.vllm.wire import decode_tensor, encode_tensor
 
 
@@ -95,34 +93,8 @@ def test_wire_refuses_damaged_payloads(payload):
         decode_tensor(payload)
 
 
-def test_canonical_divides_once_and_leaves_tiny_weights_alone():
-    rows, weight = torch.tensor([[2.0, 3.0, 5.0]]), torch.tensor([2.0, -1.5, 1e-7])
-    assert canonical(rows, weight).tolist() == [[1.0, -2.0, 5.0]]
-    assert canonical(rows, None) is rows
-
-
 def test_unknown_architecture_lists_those_with_an_overlay():
     with pytest.raises(
         UsageError, match=r"'LlamaForCasualLM' has no decoder overlay \(nearest: LlamaForCausalLM\)"
     ):
         get_overlay("LlamaForCasualLM")
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([], "no prompts"),
-        ([[]], "prompt 0 is empty"),
-        ([[1], [2, 9]], "prompt 1 has token id 9 at position 1, outside the vocabulary of 9"),
-        ([[True]], "token ids are integers"),
-        ([[1] * 8], "prompt 0 has 8 tokens"),
-    ],
-)
-def test_wrong_prompts_are_refused(prompts, message):
-    with pytest.raises(UsageError, match=message):
-        normalise_prompts(prompts, vocab_size=9, max_len=8, new_tokens=1)
-
-
-@pytest.mark.parametrize("given_as", [[1, 2], [[1, 2]], torch.tensor([1, 2]), torch.tensor([[1, 2]])])
-def test_prompt_forms(given_as):
-    assert normalise_prompts(given_as, vocab_size=9, max_len=8, new_tokens=1) == [[1, 2]]

@@ -1,0 +1,318 @@
+"""Judging interventions: what an edit did, what it left alone, and that nothing of it stays behind.
+
+Five questions to one edited call, with a clean call before and after it:
+
+- **reverted**: the clean call after is, bit for bit, the clean call before;
+- **untouched**: rows no edit can reach (:mod:`harness.parity.reach`), other requests among them, keep every bit;
+- **exact**: a row that was set or suppressed reads back as just that;
+- **values**: the edited run equals the reference's edited run, by the rule of :mod:`harness.parity.verdict`;
+- **change**: edited minus clean equals the reference's, on the rows where that rises above the noise. This sees what
+  the values alone hide: an edit applied at twice its strength is small beside a large activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.parity.reach import reach
+from harness.parity.text import failure_message
+from harness.parity.verdict import compare
+from harness.points import FINAL_NORM
+from harness.reference.run import JITTERS, MANY_JITTERS, teacher_forced
+from harness.results import split_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from harness.check import Parity
+    from harness.interventions import Requests
+    from harness.parity.rows import Captures
+    from harness.parity.types import CaseVerdict
+    from harness.reference.run import Pair
+    from harness.results import ForwardResult
+
+__all__ = ["BITE", "EditedCall", "problems_of"]
+
+#: A change is judged where it is this many times the reference's own noise in it.
+BITE = 10.0
+#: Units in the last place that dividing by the norm's weight and multiplying it back may cost.
+_ROUND_TRIP_ULPS = 2.0
+
+Rows = dict[str, list[torch.Tensor]]
+
+
+@dataclass
+class EditedCall:
+    """One edited call between two clean ones, and everything it is judged with.
+
+    Attributes:
+        edits: per request.
+        clean, edited, after: what the engine gave before, with and after the edits.
+    """
+
+    parity: Parity
+    prompts: Sequence[Sequence[int]]
+    edits: Requests
+    clean: ForwardResult
+    edited: ForwardResult
+    after: ForwardResult
+    label: str
+    must_bite: bool
+    problems: list[str] = field(default_factory=list)
+
+    def rows(self, result: ForwardResult) -> Rows:
+        """Captures without padding."""
+        return {name: split_rows(padded, result.lengths) for name, padded in result.captured.items()}
+
+    @property
+    def same_tokens(self) -> list[int]:
+        """Per request, rows that were fed the same tokens with and without the edits."""
+        counts = []
+        for prompt, clean, edited in zip(
+            self.prompts, self.clean.new_tokens, self.edited.new_tokens, strict=True
+        ):
+            fed = next((i for i, (a, b) in enumerate(zip(clean, edited, strict=True)) if a != b), len(clean))
+            counts.append(len(prompt) + min(fed, len(clean) - 1))
+        return counts
+
+
+def problems_of(call: EditedCall) -> list[str]:
+    """Everything that is wrong with an edited call, in words; verdicts are recorded on the way."""
+    _reverted(call)
+    _untouched(call)
+    _exact(call)
+    with_edits, without = _references(call, JITTERS)
+    _values(call, with_edits, without)
+    _change(call, with_edits, without)
+    return call.problems
+
+
+def _reverted(call: EditedCall) -> None:
+    before, after = call.rows(call.clean), call.rows(call.after)
+    found = _first_difference(before, after, None)
+    if found or call.clean.new_tokens != call.after.new_tokens:
+        call.problems.append(
+            f"not reverted: the clean call after the edited one differs from the one before: "
+            f"{found or 'its new tokens'}"
+        )
+
+
+def _untouched(call: EditedCall) -> None:
+    parity = call.parity
+    masks = [
+        reach(edits, n_layers=parity.n_layers, n_rows=n_rows, same_tokens=same)
+        for edits, n_rows, same in zip(call.edits, call.clean.lengths, call.same_tokens, strict=True)
+    ]
+    names = list(call.clean.captured)
+    untouched = {name: [~mask[name] for mask in masks] for name in names}
+    found = _first_difference(call.rows(call.clean), call.rows(call.edited), untouched)
+    count = sum(int(mask.sum()) for name in names for mask in untouched[name])
+    parity.note(f"{call.label}: untouched", rows=count, claim="equal in every bit")
+    if found:
+        call.problems.append(f"changed, though no edit reaches it: {found}")
+
+
+def _first_difference(
+    expected: Rows, actual: Rows, where: Mapping[str, list[torch.Tensor]] | None
+) -> str | None:
+    """The first place, in forward order of hooks, where bits differ, and how many rows do at that hook."""
+    for name in expected:
+        places = []
+        for request, (want, got) in enumerate(zip(expected[name], actual[name], strict=True)):
+            bits = (want.contiguous().view(torch.uint8) != got.contiguous().view(torch.uint8)).any(dim=1)
+            if where is not None:
+                bits &= where[name][request]
+            places += [(request, int(row)) for row in bits.nonzero().flatten()]
+        if places:
+            request, position = places[0]
+            gap = (
+                expected[name][request][position].double() - actual[name][request][position].double()
+            ).abs()
+            return (
+                f"{name}, request {request} position {position} (largest difference {float(gap.max()):.1e}; "
+                f"{len(places)} rows at this hook)"
+            )
+    return None
+
+
+def _exact(call: EditedCall) -> None:
+    captured = call.rows(call.edited)
+    checked = 0
+    for request, edits in enumerate(call.edits):
+        for edit in edits:
+            if edit.scale != 0.0 or edit.hook not in captured:
+                continue
+            rows = captured[edit.hook][request]
+            places = edit.touches(rows.shape[0])
+            checked += len(places)
+            want = edit.bias.to(rows.dtype).expand(len(places), rows.shape[1])
+            got = rows[places]
+            zero = not bool(edit.bias.any())
+            if edit.hook == FINAL_NORM and not zero:
+                wrong = (got.double() - want.double()).abs() > _ROUND_TRIP_ULPS * _ulp(want)
+                allowed = f"within {_ROUND_TRIP_ULPS:g} ulps of"
+            else:
+                wrong, allowed = got != want, "exactly"
+            if bool(wrong.any()):
+                row, channel = (int(i) for i in wrong.nonzero()[0])
+                call.problems.append(
+                    f"{edit.hook}, request {request} position {places[row]}: {edit.op} reads back "
+                    f"{float(got[row, channel])!r} in channel {channel}, and must be {allowed} "
+                    f"{float(want[row, channel])!r}"
+                )
+    if checked:
+        call.parity.note(
+            f"{call.label}: read back", rows=checked, claim="set and suppressed values are exact"
+        )
+
+
+def _ulp(values: torch.Tensor) -> torch.Tensor:
+    """Unit in the last place of each value at its dtype, fp64."""
+    info = torch.finfo(values.dtype)
+    _, exponent = torch.frexp(values.double().abs().clamp(min=info.tiny))
+    return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent - 1)
+
+
+def _references(call: EditedCall, jitters: int) -> tuple[Pair, Pair]:
+    """The reference with the edits on the edited tokens, and without them on the clean ones."""
+    names = list(call.clean.captured)
+    with_edits = call.parity.reference(
+        teacher_forced(call.prompts, call.edited.new_tokens), names, jitters=jitters, edits=call.edits
+    )
+    without = call.parity.reference(
+        teacher_forced(call.prompts, call.clean.new_tokens), names, jitters=jitters
+    )
+    return with_edits, without
+
+
+def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
+    parity = call.parity
+
+    def judge(pair: Pair, *, explain: bool) -> CaseVerdict:
+        return compare(
+            call.rows(call.edited),
+            pair.truth.captured,
+            [run.captured for run in pair.same],
+            dtype=parity.config.dtype,
+            n_layers=parity.n_layers,
+            k=parity.k,
+            noise=parity.noise,
+            explain=explain,
+            step=parity.step,
+            edits=_vectors(call),
+            unedited=without.truth.captured,
+            prompt_lengths=[len(prompt) for prompt in call.prompts],
+            final_norm_weight=parity.final_norm_weight,
+        )
+
+    verdict = judge(with_edits, explain=False)
+    if not verdict.passed:
+        verdict = judge(_references(call, MANY_JITTERS)[0], explain=True)
+    parity.record(f"{call.label}: values", verdict, _shape(call))
+    if not verdict.passed:
+        call.problems.append(f"edited values: {failure_message(verdict)}")
+
+
+def _vectors(call: EditedCall) -> list[tuple[str, torch.Tensor]]:
+    """What was added where, so that a row that lacks it, or has it and should not, is recognised."""
+    added = {edit.key: edit for edits in call.edits for edit in edits if edit.op == "add"}
+    return [(f"added at {edit.hook}", edit.bias.expand(call.parity.width)) for edit in added.values()]
+
+
+def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
+    parity = call.parity
+    counts = call.same_tokens
+    engine = _minus(call.rows(call.edited), call.rows(call.clean), counts)
+
+    def sides(edited: Pair, clean: Pair) -> tuple[Rows, list[Rows]]:
+        truth = _minus(edited.truth.captured, clean.truth.captured, counts)
+        same = [
+            _minus(one.captured, other.captured, counts)
+            for one, other in zip(edited.same, clean.same, strict=True)
+        ]
+        return truth, same
+
+    truth, same = sides(with_edits, without)
+    bites = _bites(truth, same)
+    _require_bite(call, bites)
+    hooks = [name for name in truth if any(bool(mask.any()) for mask in bites[name])]
+    if not hooks:
+        return
+
+    def judge(truth: Rows, same: list[Rows], *, explain: bool) -> CaseVerdict:
+        def keep(rows: Rows) -> Rows:
+            return {name: _masked(rows[name], bites[name]) for name in hooks}
+
+        return compare(
+            keep(engine),
+            keep(truth),
+            [keep(one) for one in same],
+            dtype=parity.config.dtype,
+            n_layers=parity.n_layers,
+            k=parity.k,
+            check_dtype=False,
+            explain=explain,
+            step=parity.step,
+            prompt_lengths=[len(prompt) for prompt in call.prompts],
+            final_norm_weight=parity.final_norm_weight,
+        )
+
+    verdict = judge(truth, same, explain=False)
+    if not verdict.passed:
+        verdict = judge(*sides(*_references(call, MANY_JITTERS)), explain=True)
+    parity.record(f"{call.label}: change", verdict, _shape(call))
+    if not verdict.passed:
+        call.problems.append(f"change made by the edits (edited - clean): {failure_message(verdict)}")
+
+
+def _minus(edited: Captures, clean: Captures, counts: Sequence[int]) -> Rows:
+    """Edited minus clean in fp64, cut to the rows that were fed the same tokens."""
+    return {
+        name: [
+            a[:n].double() - b[:n].double() for a, b, n in zip(edited[name], clean[name], counts, strict=True)
+        ]
+        for name in edited
+    }
+
+
+def _bites(truth: Rows, same: Sequence[Rows]) -> dict[str, list[torch.Tensor]]:
+    """Hook → per request (n,) bool: rows whose change is well above the reference's own noise in it."""
+    return {
+        name: [
+            rows.norm(dim=1)
+            > BITE * torch.stack([(one[name][request] - rows).norm(dim=1) for one in same]).amax(dim=0)
+            for request, rows in enumerate(truth[name])
+        ]
+        for name in truth
+    }
+
+
+def _masked(rows: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows with those outside the masks at zero, where they say nothing."""
+    return [one * mask.unsqueeze(1) for one, mask in zip(rows, masks, strict=True)]
+
+
+def _require_bite(call: EditedCall, bites: Mapping[str, list[torch.Tensor]]) -> None:
+    """An edit that the noise hides shows nothing, whoever applied it."""
+    if not call.must_bite:
+        return
+    for request, edits in enumerate(call.edits):
+        for edit in edits:
+            mask = bites[edit.hook][request]
+            places = [place for place in edit.touches(mask.shape[0]) if bool(mask[place])]
+            if not places:
+                call.problems.append(
+                    f"{edit.hook}, request {request}: the reference's own change by this {edit.op} does not rise "
+                    f"{BITE:g} times above its noise, so the case shows nothing; use a stronger edit"
+                )
+
+
+def _shape(call: EditedCall) -> dict[str, Any]:
+    return {
+        "prompt_lengths": [len(prompt) for prompt in call.prompts],
+        "edits": sum(len(edits) for edits in call.edits),
+        **call.edited.stats,
+    }

@@ -1,0 +1,51 @@
+"""How far edits can reach: which rows of which hooks may differ from a clean run, by the model's structure alone.
+
+An edit changes its own rows; within a block the MLP and the residual sum act row by row; attention carries a change to
+every later position. Everything outside is untouched, so an engine must give the very same bits there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from harness.interventions import Edit
+
+__all__ = ["reach"]
+
+
+def reach(edits: Iterable[Edit], *, n_layers: int, n_rows: int, same_tokens: int) -> dict[str, torch.Tensor]:
+    """Hook → (n_rows,) bool: rows that may differ, for every hook point of a model, in forward order.
+
+    Args:
+        edits: of one request.
+        n_layers: blocks of the model, each of them causal attention and an MLP on one residual stream.
+        n_rows: rows the request has.
+        same_tokens: rows whose token is the same with and without the edits; later ones are fed another token, and may
+            differ everywhere.
+    """
+    edited = {edit.hook: edit.touches(n_rows) for edit in edits}
+    rows: dict[str, torch.Tensor] = {}
+
+    def at(hook: str, *sources: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(n_rows, dtype=torch.bool)
+        for source in sources:
+            mask |= source
+        mask[edited.get(hook, [])] = True
+        rows[hook] = mask
+        return mask
+
+    other = torch.arange(n_rows) >= same_tokens
+    stream = at(EMBED, other)
+    for block in range(n_layers):
+        attn = at(ATTN_OUT.format(i=block), stream.cummax(dim=0).values)
+        mlp = at(MLP_OUT.format(i=block), stream, attn)
+        stream = at(BLOCK_OUT.format(i=block), stream, attn, mlp)
+    at(FINAL_NORM, stream)
+    return rows

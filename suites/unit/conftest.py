@@ -1,0 +1,51 @@
+"""Fixtures that several files share. They import torch and transformers themselves: most files need neither."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and no memory of what was verified before."""
+    from harness.models import cache
+
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_verified", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-llama, built once for this session outside any cache."""
+    from harness.models.tiny import TINY_LLAMA
+
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    folder.mkdir()
+    TINY_LLAMA.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama of `small_llama`, saved once; tests only read it."""
+    from suites.unit.small_llama import randomised, tiny_config
+
+    folder = tmp_path_factory.mktemp("small-llama")
+    randomised(tiny_config()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> PreTrainedModel:
+    """The same, loaded at fp32 for one test, which may change it."""
+    from harness.reference.load import load_model
+
+    return load_model(checkpoint, "fp32")

@@ -1,0 +1,80 @@
+"""Names of models resolve to a source, or the refusal says why not and what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UsageError
+from harness.models import bundled, resolve
+
+
+def test_bundled_names_are_unique_and_resolve_without_building(own_cache: Path) -> None:
+    names = [source.name for source in bundled()]
+    assert names == ["smollm2-135m", "tiny-llama"]
+    for name in names:
+        assert resolve(name).kind == "bundled"
+        assert resolve(name).description
+    assert not own_cache.exists()
+
+
+def test_a_local_folder_resolves_to_itself(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(tiny_folder).fetch() == tiny_folder
+    assert resolve(tiny_folder).kind == "local"
+    monkeypatch.chdir(tiny_folder.parent)
+    assert resolve("checkpoint").fetch() == tiny_folder
+    assert resolve("./checkpoint").fetch() == tiny_folder
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"unknown model 'smolm2-135M': did you mean 'smollm2-135m'\?"
+    ) as caught:
+        resolve("smolm2-135M")
+    assert "owner/name" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["zzzz", "", "a/b/c", "-/-"])
+def test_a_name_like_nothing_lists_what_there_is(name: str) -> None:
+    with pytest.raises(UsageError, match="smollm2-135m, tiny-llama") as caught:
+        resolve(name)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "~/nowhere-at-all", "/nowhere/at/all", Path("owner/name")])
+def test_a_missing_folder_is_called_one(path: str | Path) -> None:
+    with pytest.raises(UsageError, match=r"model folder '.*' does not exist"):
+        resolve(path)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, with the hub switched off; the client reads both settings once, at import."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_id_offline_says_so() -> None:
+    with pytest.raises(
+        UsageError, match=r"'owner/tiny-lama' is neither a folder nor in the local hub cache.*HF_HUB_OFFLINE"
+    ) as caught:
+        resolve("owner/tiny-lama")
+    assert "'tiny-llama'" in str(caught.value)
+
+
+def test_a_cached_hub_id_needs_no_network(hub_cache: Path) -> None:
+    commit = "0" * 40
+    repo = hub_cache / "models--owner--name"
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    source = resolve("owner/name")
+    assert (source.kind, source.has_tokenizer) == ("hub", False)
+    assert source.fetch() == snapshot
+    (snapshot / "tokenizer.json").write_text("{}")
+    assert resolve("owner/name").has_tokenizer

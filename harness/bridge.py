@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from harness.errors import UsageError
+from harness.loss import next_token_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
     from harness.results import ForwardResult
 
-__all__ = ["RemoteBridge"]
+__all__ = ["RemoteBridge", "ReturnType"]
+
+#: What a forward hands back, as in TransformerLens.
+ReturnType = Literal["logits", "loss", "both"] | None
 
 
 class RemoteBridge:
@@ -69,19 +73,35 @@ class RemoteBridge:
         )
         return self.to_tokens(inputs) if is_text else inputs
 
-    def forward(self, inputs: Any, **kwargs: Any) -> ForwardResult:
-        """Run text or token ids; see the driver's ``forward`` for the rest."""
-        result: ForwardResult = self.driver.forward(self._ids(inputs), **kwargs)
-        return result
+    def forward(
+        self, inputs: Any, *, return_type: ReturnType = "logits", **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """Run text or token ids and return what ``return_type`` names.
+
+        Args:
+            inputs: text, texts, token ids, or a (batch, seq) tensor.
+            return_type: ``logits`` (batch, seq, d_vocab) fp32; ``loss``, a scalar, the mean over all next tokens that
+                are known; ``both``, a pair; None for neither.
+            **kwargs: as the driver's ``forward`` takes them: ``intervene``, ``attention_mask``, ``max_new_tokens``.
+
+        Raises:
+            UsageError: what cannot be served, a loss among it where logits do not cover every position.
+        """
+        answer: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+        answer, _ = self._run(inputs, return_type, **kwargs)
+        return answer
+
+    __call__ = forward
 
     def run_with_cache(
         self,
         inputs: Any,
         *,
         names_filter: str | Sequence[str] | Callable[[str], bool] | None = None,
+        return_type: ReturnType = "logits",
         **kwargs: Any,
-    ) -> tuple[ForwardResult, dict[str, torch.Tensor]]:
-        """Run and capture: (result, {hook: (batch, seq, width)}); every point by default."""
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Run and capture: (what ``return_type`` names, {hook: (batch, seq, width)}); every point by default."""
         supported = list(self.driver.supported_hook_points)
         if names_filter is None:
             names = supported
@@ -89,9 +109,62 @@ class RemoteBridge:
             names = [name for name in supported if names_filter(name)]
         else:
             names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
-        result = self.forward(inputs, capture=names, **kwargs)
-        return result, result.captured
+        answer, result = self._run(inputs, return_type, capture=names, **kwargs)
+        return answer, result.captured
+
+    def run_with_interventions(
+        self, inputs: Any, interventions: Any, *, return_type: ReturnType = "logits", **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """Run with edits, see :mod:`harness.interventions`; nothing of them is left for the next call."""
+        return self.forward(inputs, return_type=return_type, intervene=interventions, **kwargs)
+
+    def generate(
+        self,
+        inputs: Any,
+        max_new_tokens: int = 16,
+        *,
+        intervene: Any | None = None,
+        stop_at_eos: bool = True,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Greedy new token ids of each prompt, edited at every step where ``intervene`` says so.
+
+        ``stop_at_eos`` ends a request at the config's end token, which is included.
+        """
+        ends = self.cfg.eos_token_id
+        stops = [] if not stop_at_eos or ends is None else [ends] if isinstance(ends, int) else list(ends)
+        result: ForwardResult = self.driver.forward(
+            self._ids(inputs),
+            max_new_tokens=max_new_tokens,
+            intervene=intervene,
+            return_logits=False,
+            stop_token_ids=stops,
+            **kwargs,
+        )
+        return result.new_tokens
+
+    def _run(self, inputs: Any, return_type: ReturnType, **kwargs: Any) -> tuple[Any, ForwardResult]:
+        if return_type not in ("logits", "loss", "both", None):
+            msg = f"return_type is {return_type!r}; it is 'logits', 'loss', 'both' or None"
+            raise UsageError(msg)
+        ids = self._ids(inputs)
+        if return_type in ("loss", "both") and not self.driver.provides_sequence_logits:
+            msg = f"return_type={return_type!r} needs logits at every position, which this engine does not provide"
+            raise UsageError(msg)
+        result = self.driver.forward(ids, return_logits=return_type is not None, **kwargs)
+        if return_type in (None, "logits"):
+            return result.logits, result
+        loss = next_token_loss(result, _rows_of(ids))
+        return (loss if return_type == "loss" else (result.logits, loss)), result
 
     def close(self) -> None:
         """Release the engine; safe to call twice."""
         self.driver.close()
+
+
+def _rows_of(ids: Any) -> list[list[int]]:
+    """Token ids as lists of rows, whatever they came as."""
+    rows = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if rows and not hasattr(rows[0], "__len__"):
+        rows = [rows]
+    return [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]

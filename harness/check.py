@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.backend import Topology
 from harness.edit_check import EditedCall, problems_of
 from harness.interventions import parse_interventions, plain_specs
+from harness.logit_check import logit_problems
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.points import all_points, nonfireable_points
 from harness.prompts import calibration
 from harness.reference.load import as_dtype
-from harness.reference.run import JITTERS, MANY_JITTERS, teacher_forced
+from harness.reference.run import JITTERS, teacher_forced
 from harness.results import split_rows
 
 if TYPE_CHECKING:
@@ -130,13 +132,11 @@ class Parity:
         prompts: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] | None = None,
-        intervene: Any | None = None,
-        max_new_tokens: int = 1,
+        **kwargs: Any,
     ) -> ForwardResult:
-        """Run prompts on the engine, capturing every point unless told otherwise."""
-        engine = self.engine
+        """Run prompts on the engine, capturing every point unless told otherwise; the rest as the driver takes it."""
         names = self.hook_points if capture is None else list(capture)
-        return engine.forward(prompts, capture=names, intervene=intervene, max_new_tokens=max_new_tokens)
+        return self.engine.forward(prompts, capture=names, **kwargs)
 
     def judge(
         self,
@@ -152,15 +152,12 @@ class Parity:
         """
         sequences = teacher_forced(prompts, result.new_tokens)
         names = list(result.captured)
-        verdict, truth = self._verdict(
-            prompts, sequences, rows_by_hook(result), names, JITTERS, explain=False
-        )
+        rows = rows_by_hook(result)
+        verdict, truth = self._verdict(prompts, sequences, rows, names)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
             # error is one draw, and three draws can all be small. A real fault stays far outside either way.
-            verdict, truth = self._verdict(
-                prompts, sequences, rows_by_hook(result), names, MANY_JITTERS, explain=True
-            )
+            verdict, truth = self._verdict(prompts, sequences, rows, names, again=verdict.failed_requests)
         self.record(
             label,
             verdict,
@@ -175,12 +172,11 @@ class Parity:
         sequences: Sequence[Sequence[int]],
         rows: dict[str, list[torch.Tensor]],
         names: Sequence[str],
-        jitters: int,
         *,
-        explain: bool,
+        again: Sequence[int] | None = None,
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
-        """The verdict with so many realisations of the reference beside the plain one, and the truth."""
-        pair = self.reference(sequences, names, jitters=jitters)
+        """The verdict and the truth; ``again`` names the requests that failed before, and asks for an explanation."""
+        pair = self.reference(sequences, names, more_for=again or ())
         verdict = compare(
             rows,
             pair.truth.captured,
@@ -189,7 +185,7 @@ class Parity:
             n_layers=self.n_layers,
             k=self.k,
             noise=self.noise,
-            explain=explain,
+            explain=again is not None,
             step=self.step,
             earlier=self._judged,
             prompt_lengths=[len(prompt) for prompt in prompts],
@@ -204,11 +200,18 @@ class Parity:
         *,
         jitters: int = JITTERS,
         edits: Requests | None = None,
+        logits: bool = False,
+        more_for: Sequence[int] = (),
     ) -> Pair:
-        """The truth and the reference's realisations for this engine's checkpoint and dtype."""
-        return self._session.references.get(
-            self.config.path, self.config.dtype, sequences, names, jitters=jitters, edits=edits
-        )
+        """The truth and the reference's realisations for this engine's checkpoint and dtype.
+
+        ``more_for`` names sequences that get many realisations, because they failed with few.
+        """
+        references, path, dtype = self._session.references, self.config.path, self.config.dtype
+        pair = references.get(path, dtype, sequences, names, jitters=jitters, edits=edits, logits=logits)
+        if not more_for:
+            return pair
+        return references.with_more(pair, more_for, path, dtype, sequences, names, edits=edits, logits=logits)
 
     def edits(self, intervene: Any, lengths: Sequence[int]) -> Requests:
         """Read specs as the engine does, for requests of so many rows."""
@@ -264,6 +267,15 @@ class Parity:
         if not verdict.passed:
             pytest.fail(failure_message(verdict), pytrace=False)
 
+    def check_logits(
+        self, sequences: Sequence[Sequence[int]], rows: Sequence[torch.Tensor], *, label: str = "logits"
+    ) -> None:
+        """Fail the case unless logits (n, d_vocab) of these sequences equal the reference's, row by row."""
+        __tracebackhide__ = True
+        problems = logit_problems(self, sequences, rows, label=label)
+        if problems:
+            pytest.fail("\n\n".join(problems), pytrace=False)
+
     def bit_equal(
         self, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, label: str, what: str
     ) -> None:
@@ -314,13 +326,19 @@ class Parity:
             engine.close()
 
     @contextlib.contextmanager
-    def planted(self, fault: str, **options: Any) -> Iterator[Parity]:
+    def planted(self, fault: str, *, side: str = "worker", **options: Any) -> Iterator[Parity]:
         """The same checks on an engine whose worker is broken on purpose; its verdicts are not the case's.
 
-        ``fault`` is a class of :mod:`harness.faults`: ``workers.StaleBuffer``, ``edits.EditNotReset``.
+        ``fault`` is a class of :mod:`harness.faults`: a worker (``workers.StaleBuffer``) or, with ``driver`` for
+        ``side``, a driver (``logits.MaskIgnored``).
         """
-        with self.spare_engine(worker_cls=f"harness.faults.{fault}", **options) as engine:
+        planted = {f"{side}_cls": f"harness.faults.{fault}"}
+        with self.spare_engine(**planted, **options) as engine:
             yield _OnTrial(self._session, self.config, engine)
+
+    def on_one_rank(self) -> Engine:
+        """The engine like this one but for its topology."""
+        return self._session.engine(dataclasses.replace(self.config, topology=Topology()))
 
     def plain_logits(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[torch.Tensor]:
         """Raw logits of the same engine with nothing of the harness in it; booted for this call."""

@@ -88,14 +88,14 @@ def _models(_: argparse.Namespace) -> int:
     from harness.models import bundled
     from harness.models.cache import MANIFEST, cache_dir
     from harness.models.smollm2 import NAME, RECIPE_VERSION
-    from harness.models.tiny import TINY_LLAMA
+    from harness.models.tiny import TINY_MODELS
 
-    versions = {NAME: RECIPE_VERSION, TINY_LLAMA.name: TINY_LLAMA.recipe_version}
+    versions = {NAME: RECIPE_VERSION, **{model.name: model.recipe_version for model in TINY_MODELS}}
     for source in bundled():
         entry = cache_dir() / "models" / f"{source.name}-v{versions.get(source.name, 1)}"
         cached = "in the cache" if (entry / MANIFEST).is_file() else "built on first use"
         tokenizer = "tokenizer" if source.has_tokenizer else "no tokenizer"
-        print(f"{source.name:<14}  {tokenizer:<12}  {cached:<18}  {source.description}")
+        print(f"{source.name:<15}  {tokenizer:<12}  {cached:<18}  {source.description}")
     print(f"cache: {cache_dir()}")
     return OK
 

@@ -21,7 +21,7 @@ from harness.parity.reach import reach
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.points import FINAL_NORM
-from harness.reference.run import JITTERS, MANY_JITTERS, teacher_forced
+from harness.reference.run import teacher_forced
 from harness.results import split_rows
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def problems_of(call: EditedCall) -> list[str]:
     _reverted(call)
     _untouched(call)
     _exact(call)
-    with_edits, without = _references(call, JITTERS)
+    with_edits, without = _references(call)
     _values(call, with_edits, without)
     _change(call, with_edits, without)
     return call.problems
@@ -176,14 +176,14 @@ def _ulp(values: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent - 1)
 
 
-def _references(call: EditedCall, jitters: int) -> tuple[Pair, Pair]:
+def _references(call: EditedCall, more_for: Sequence[int] = ()) -> tuple[Pair, Pair]:
     """The reference with the edits on the edited tokens, and without them on the clean ones."""
     names = list(call.clean.captured)
     with_edits = call.parity.reference(
-        teacher_forced(call.prompts, call.edited.new_tokens), names, jitters=jitters, edits=call.edits
+        teacher_forced(call.prompts, call.edited.new_tokens), names, edits=call.edits, more_for=more_for
     )
     without = call.parity.reference(
-        teacher_forced(call.prompts, call.clean.new_tokens), names, jitters=jitters
+        teacher_forced(call.prompts, call.clean.new_tokens), names, more_for=more_for
     )
     return with_edits, without
 
@@ -210,7 +210,7 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
 
     verdict = judge(with_edits, explain=False)
     if not verdict.passed:
-        verdict = judge(_references(call, MANY_JITTERS)[0], explain=True)
+        verdict = judge(_references(call, verdict.failed_requests)[0], explain=True)
     parity.record(f"{call.label}: values", verdict, _shape(call))
     if not verdict.passed:
         call.problems.append(f"edited values: {failure_message(verdict)}")
@@ -262,7 +262,7 @@ def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
 
     verdict = judge(truth, same, explain=False)
     if not verdict.passed:
-        verdict = judge(*sides(*_references(call, MANY_JITTERS)), explain=True)
+        verdict = judge(*sides(*_references(call, verdict.failed_requests)), explain=True)
     parity.record(f"{call.label}: change", verdict, _shape(call))
     if not verdict.passed:
         call.problems.append(f"change made by the edits (edited - clean): {failure_message(verdict)}")

@@ -97,9 +97,14 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
 
     if operation == "forward":
         return pack_result(backend.forward(**arguments))
-    if operation == "raw_logits":
-        logits = backend.raw_logits(**arguments)
+    if operation in ("raw_logits", "worker_logits"):
+        logits = getattr(backend, operation)(**arguments)
         return {"count": len(logits)}, {str(i): tensor for i, tensor in enumerate(logits)}
+    if operation == "layout":
+        return {"layout": backend.layout()}, {}
+    if operation == "get_param":
+        found = backend.get_param(**arguments)
+        return {}, {} if found is None else {"param": found}
     msg = f"unknown operation {operation!r}"
     raise ValueError(msg)
 

@@ -1,4 +1,4 @@
-"""Attention masks: where the real tokens of a padded batch lie. An engine is sent those alone; pads are content to it."""
+"""Attention masks: where the real tokens of a padded batch lie. An engine takes pads for content, so it gets none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from harness.interventions import Requests
+    from harness.interventions import Edit, Requests
 
 __all__ = ["read_mask", "shift_edits"]
 
@@ -53,7 +53,7 @@ def read_mask(attention_mask: Any, rows: Sequence[Sequence[int]]) -> list[tuple[
     return spans
 
 
-def shift_edits(requests: Requests, starts: Sequence[int]) -> Requests:
+def shift_edits(requests: Requests, starts: Sequence[int]) -> list[tuple[Edit, ...]]:
     """Edits whose positions count from each row's padded beginning → from its first real token.
 
     Raises:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.backend import DTYPES, MODES, BootConfig, Topology
 from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["DEFAULT_MODELS", "PROFILES", "Plan", "Profile"]
 
 DEFAULT_MODELS = ("smollm2-135m", "tiny-llama")
 #: Room for a prompt just over the largest step, and its new tokens.
 _MAX_MODEL_LEN = 320
+ONE_RANK = ("tp1",)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Plan:
     models: tuple[str, ...] = DEFAULT_MODELS
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     modes: tuple[str, ...] = MODES
-    topologies: tuple[str, ...] = ("tp1",)
+    topologies: tuple[str, ...] = ONE_RANK
     backend: str = "vllm"
 
     def __post_init__(self) -> None:
@@ -63,11 +68,21 @@ class Plan:
         """Examples a property-based test tries."""
         return PROFILES[self.profile].examples
 
-    def configs(self) -> list[BootConfig]:
+    def configs(
+        self, extra_models: Iterable[str] = (), extra_topologies: Iterable[str] = ()
+    ) -> list[BootConfig]:
         """One config per engine, in the order they should be booted: a model's engines stand together.
 
         ``path`` is empty; the session fills it once the models are at hand.
+
+        Args:
+            extra_models: tried too where the run is of the default models.
+            extra_topologies: tried too where the run is of one rank.
         """
+        ranks = (
+            [t for t in extra_topologies if t not in self.topologies] if self.topologies == ONE_RANK else []
+        )
+        extra = [m for m in extra_models if m not in self.models] if self.models == DEFAULT_MODELS else []
         return [
             BootConfig(
                 backend=self.backend,
@@ -80,9 +95,9 @@ class Plan:
                 max_model_len=_MAX_MODEL_LEN,
                 options=_options(self.backend),
             )
-            for model in self.models
+            for model in (*self.models, *extra)
             for dtype in self.dtypes
-            for topology in self.topologies
+            for topology in (*self.topologies, *ranks)
             for step in self.step_sizes
             for mode in self.modes
         ]

@@ -83,15 +83,36 @@ class Engine:
     def forward(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> ForwardResult:
         """See :meth:`harness.backend.Backend.forward`."""
         prompts = [list(map(int, row)) for row in input_ids]
-        kwargs["intervene"] = plain_specs(kwargs.get("intervene"))
+        # Tensors and arrays as lists: what is said to an engine is JSON.
+        kwargs = {name: plain_specs(value) for name, value in kwargs.items()}
         header, tensors = self.request("forward", self._step_timeout, input_ids=prompts, **kwargs)
         return unpack_result(header, tensors)
 
     def raw_logits(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[torch.Tensor]:
         """See :meth:`harness.backend.Backend.raw_logits`."""
+        return self._logits("raw_logits", input_ids, **kwargs)
+
+    def worker_logits(self, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Logits by the model's own ``compute_logits`` inside the worker, (n_prompt, d_vocab) each."""
+        return self._logits("worker_logits", input_ids)
+
+    def _logits(
+        self, operation: str, input_ids: Sequence[Sequence[int]], **kwargs: Any
+    ) -> list[torch.Tensor]:
         prompts = [list(map(int, row)) for row in input_ids]
-        header, tensors = self.request("raw_logits", self._step_timeout, input_ids=prompts, **kwargs)
+        header, tensors = self.request(operation, self._step_timeout, input_ids=prompts, **kwargs)
         return [tensors[str(i)] for i in range(header["count"])]
+
+    def layout(self) -> dict[str, Any]:
+        """Which rank serves which hook, as far as captures have been verified."""
+        header, _ = self.request("layout", self._step_timeout)
+        found: dict[str, Any] = header["layout"]
+        return found
+
+    def get_param(self, name: str) -> torch.Tensor | None:
+        """A parameter of the engine's model by its dot path, joined over ranks; None where no rank has it."""
+        _, tensors = self.request("get_param", self._step_timeout, name=name)
+        return tensors.get("param")
 
     def request(
         self, operation: str, timeout: float, **arguments: Any

@@ -87,8 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the plan, so that a wrong option fails before collection."""
     config.addinivalue_line(
         "markers",
-        "parity(models=, dtypes=, modes=, backends=, tokenizer=, smoke={}): narrow the engines a test runs on; "
-        "what stands under smoke holds in the smoke profile only",
+        "parity(models=, dtypes=, modes=, topologies=, backends=, tokenizer=, extra_models=, extra_topologies=, "
+        "smoke={}): narrow the engines a test runs on, or add to a run of the default models or of one rank; what "
+        "stands under smoke holds in the smoke profile only",
     )
     option = config.option
     modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
@@ -140,7 +141,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         plan = metafunc.config.stash[PLAN]
         if plan.profile == "smoke":
             limits.update(limits.get("smoke", {}))
-        configs = [c for c in plan.configs() if _wanted(c, limits)]
+        extra = limits.get("extra_models", ()), limits.get("extra_topologies", ())
+        # What is added has to be named by the test's own limits, so a plain test stays on what was asked for.
+        configs = [c for c in plan.configs(*extra) if _wanted(c, limits)]
     except UsageError as error:
         _refuse(error)
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
@@ -152,6 +155,8 @@ def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
     if "dtypes" in limits and config.short_dtype not in limits["dtypes"]:
         return False
     if "modes" in limits and config.mode not in limits["modes"]:
+        return False
+    if "topologies" in limits and str(config.topology) not in limits["topologies"]:
         return False
     if "backends" in limits and config.backend not in limits["backends"]:
         return False
@@ -173,13 +178,11 @@ def _config_of(item: pytest.Item) -> BootConfig | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
-    order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(), start=1)}
-
-    def key(item: pytest.Item) -> int:
-        found = _config_of(item)
-        return 0 if found is None else order[found.to_json()]
-
-    items.sort(key=key)
+    found = {item: _config_of(item) for item in items}
+    models = dict.fromkeys(one.model for one in found.values() if one is not None)
+    ranks = dict.fromkeys(str(one.topology) for one in found.values() if one is not None)
+    order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(models, ranks), start=1)}
+    items.sort(key=lambda item: 0 if (one := found[item]) is None else order[one.to_json()])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

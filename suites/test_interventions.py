@@ -16,10 +16,9 @@ from suites.edits import OPS, POSITIONS, Sizes, hooks_by_depth, randn
 tiny = pytest.mark.parity(smoke={"models": ("tiny-llama",)})
 
 
-def _rotated(parity, rotation):
+def _rotated(parity, rotation, lengths):
     """A batch with one request per hook; op and positions differ from hook to hook, and two requests are clean."""
     hooks = hooks_by_depth(parity.n_layers)
-    lengths = (70, 33, 12)
     prompts, specs = [], []
     sizes = Sizes(parity)
     for h, hook in enumerate(hooks):
@@ -35,7 +34,7 @@ def _rotated(parity, rotation):
 @pytest.mark.parametrize("rotation", range(len(OPS)))
 def test_every_op_at_every_hook(parity, rotation):
     """Six rotations meet every op with every hook, and with every kind of position."""
-    prompts, specs = _rotated(parity, rotation)
+    prompts, specs = _rotated(parity, rotation, (70, 33, 12))
     parity.check_edits(prompts, specs, label=f"rotation {rotation}")
 
 
@@ -43,7 +42,7 @@ def test_every_op_at_every_hook(parity, rotation):
 @pytest.mark.parametrize("rotation", [0, 3])
 def test_edits_on_real_text(parity, rotation):
     """The same on a trained model: English prompts, massive activations, thirty blocks."""
-    prompts, specs = _rotated(parity, rotation)
+    prompts, specs = _rotated(parity, rotation, (24, 12, 7))
     parity.check_edits(prompts, specs, label=f"rotation {rotation}")
 
 

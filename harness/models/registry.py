@@ -12,7 +12,7 @@ from harness.errors import UsageError
 from harness.models import smollm2
 from harness.models.cache import materialise
 from harness.models.checkpoint import has_tokenizer
-from harness.models.tiny import TINY_LLAMA
+from harness.models.tiny import TINY_MODELS, TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,14 +61,18 @@ def bundled() -> list[ModelSource]:
             get=lambda: materialise(smollm2.NAME, smollm2.RECIPE_VERSION, smollm2.build),
             has_tokenizer=True,
         ),
-        ModelSource(
-            name=TINY_LLAMA.name,
-            kind="bundled",
-            description=TINY_LLAMA.description,
-            get=lambda: materialise(TINY_LLAMA.name, TINY_LLAMA.recipe_version, TINY_LLAMA.build),
-            has_tokenizer=False,
-        ),
+        *map(_tiny, TINY_MODELS),
     ]
+
+
+def _tiny(model: TinyModel) -> ModelSource:
+    return ModelSource(
+        name=model.name,
+        kind="bundled",
+        description=model.description,
+        get=lambda: materialise(model.name, model.recipe_version, model.build),
+        has_tokenizer=False,
+    )
 
 
 def resolve(name_or_path: str | Path) -> ModelSource:

@@ -1,15 +1,18 @@
 """Small random checkpoints, the same bytes on every machine: a boot takes seconds and TP=2 divides their heads.
 
 Random weights are made to be awkward rather than realistic. Norm weights spread over 0.5 to 1.5, so that a norm
-folded into the next matrix, or left out, shows; matrices are scaled so that every block changes the residual
-stream by about its own size and the logits have a spread of a few nats.
+folded into the next matrix, or left out, shows, and biases over -0.5 to 0.5; matrices are scaled so that every block
+changes the residual stream by about its own size and the logits have a spread of a few nats.
+
+Beside Llama there are families whose forward has what Llama's lacks: Gemma 2, Granite and GPT-J.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +20,26 @@ import numpy as np
 from harness.models.checkpoint import no_progress_bars
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
-__all__ = ["TINY_LLAMA", "TinyLlama", "values"]
+__all__ = ["TINY_LLAMA", "TINY_MODELS", "TinyModel", "values"]
 
 #: Standard deviation of the logits over the vocabulary, in nats: peaked enough for a clear argmax, flat enough
 #: for every probability to count.
 _LOGIT_SPREAD = 2.5
+_NORM_WEIGHT = re.compile(r"(norm|ln_\w)\.weight$")
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+#: GPT-J's own names of sizes; it has no key-value heads and no head size of its own.
+_GPTJ_SIZES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 
 
 def __dir__() -> list[str]:
@@ -34,12 +48,19 @@ def __dir__() -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyLlama:
-    """A seeded random `LlamaForCausalLM` in fp32, without a tokenizer."""
+class TinyModel:
+    """A seeded random causal LM in fp32, without a tokenizer."""
 
     name: str
+    family: str  #: transformers' prefix: `Llama` for `LlamaForCausalLM`
+    note: str  #: what there is to it, for a list
     seed: int
     recipe_version: int  #: raise when `build` would write other bytes
+    extra: Mapping[str, object] = field(default_factory=dict)  #: what the family adds to Llama's config
+    tied: bool = False  #: one matrix embeds and unembeds
+    embed_gain: float = 1.0  #: what the model multiplies an untied embedding by
+    logit_gain: float = 1.0  #: what the final norm, in the mean, and the model multiply logits by
+    zero_norms: tuple[str, ...] = ()  #: norms whose weights spread around 0, not 1
     hidden_size: int = 64
     intermediate_size: int = 128
     num_hidden_layers: int = 4
@@ -53,55 +74,66 @@ class TinyLlama:
     def description(self) -> str:
         """One line for a list of models."""
         return (
-            f"seeded random Llama: {self.num_hidden_layers} layers, width {self.hidden_size}, "
-            f"{self.num_attention_heads} heads, vocabulary {self.vocab_size}, untied; fp32, no tokenizer, "
+            f"seeded random {self.family}: {self.num_hidden_layers} layers, width {self.hidden_size}, "
+            f"{self.num_attention_heads} heads, vocabulary {self.vocab_size}, {self.note}; fp32, no tokenizer, "
             f"TP up to {self.num_key_value_heads}"
         )
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> PreTrainedConfig:
         """Return the transformers config; the last three ids are padding, begin and end."""
-        from transformers import LlamaConfig  # listing the models must not pay for transformers
+        import transformers  # listing the models must not pay for it
 
-        return LlamaConfig(
-            architectures=["LlamaForCausalLM"],
+        sizes: dict[str, object] = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        if self.family == "GPTJ":
+            sizes = {_GPTJ_SIZES[name]: value for name, value in sizes.items() if name in _GPTJ_SIZES}
+        made: PreTrainedConfig = getattr(transformers, f"{self.family}Config")(
+            architectures=[f"{self.family}ForCausalLM"],
             vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            tie_word_embeddings=False,
+            **sizes,
+            tie_word_embeddings=self.tied,
             bos_token_id=self.vocab_size - 2,
             eos_token_id=self.vocab_size - 1,
             dtype="float32",
+            **self.extra,
         )
+        return made
 
     def build(self, folder: Path) -> None:
         """Write config and safetensors weights into `folder`."""
         import torch
-        from transformers import LlamaForCausalLM
+        import transformers
 
         # On the meta device the class draws no values of its own, which would move the caller's generator.
         with torch.device("meta"):
-            model = LlamaForCausalLM(self.config())
+            model = getattr(transformers, f"{self.family}ForCausalLM")(self.config())
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         state = {name: torch.from_numpy(self._weight(name, shape)) for name, shape in shapes.items()}
         model.load_state_dict(state, strict=True, assign=True)
+        model.tie_weights()
         with no_progress_bars():
             model.save_pretrained(folder)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Values of one parameter, fp32: from its name and the seed alone, whatever order they are asked in."""
         unit = values(f"{self.name}/{self.seed}/{name}", shape)
-        if name.endswith("norm.weight"):
-            return 1.0 + unit / np.float32(2.0)
+        if _NORM_WEIGHT.search(name):
+            centre = 0.0 if any(part in name for part in self.zero_norms) else 1.0
+            return centre + unit / np.float32(2.0)
+        if name.endswith(".bias"):
+            return unit / np.float32(2.0)
         # `unit` is uniform on [-1, 1): its standard deviation is 1/sqrt(3).
-        if name == "model.embed_tokens.weight":
-            spread = 1.0
-        elif name == "lm_head.weight":
-            spread = _LOGIT_SPREAD / math.sqrt(shape[-1])
+        if name == "lm_head.weight" or (self.tied and name in _EMBEDDINGS):
+            spread = _LOGIT_SPREAD / math.sqrt(shape[-1]) / self.logit_gain
+        elif name in _EMBEDDINGS:
+            spread = 1.0 / self.embed_gain
         else:
             # 1.5 and not 1: attention scores spread by about 2, and a block weighs as much as its input.
             spread = 1.5 / math.sqrt(shape[-1])
@@ -120,4 +152,59 @@ def values(key: str, shape: tuple[int, ...]) -> np.ndarray:
     return (integers.astype(np.float32) / np.float32(1 << 23)).reshape(shape)
 
 
-TINY_LLAMA = TinyLlama(name="tiny-llama", seed=0, recipe_version=1)
+TINY_LLAMA = TinyModel(name="tiny-llama", family="Llama", note="untied", seed=0, recipe_version=1)
+TINY_LLAMA_TIED = TinyModel(
+    name="tiny-llama-tied",
+    family="Llama",
+    note="tied",
+    seed=4,  # of six, the one whose worst row is no noisier at bf16 than tiny-llama's (0.10 of its norm; seed 0: 0.16)
+    recipe_version=1,
+    tied=True,
+)
+TINY_GEMMA2 = TinyModel(
+    name="tiny-gemma2",
+    family="Gemma2",
+    note="tied, soft-capped logits and scores, four norms a block",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+    # Its norms multiply by 1 + weight. Those after a branch weigh twice, or each row's own token, which the tied matrix
+    # both wrote and reads, would win it.
+    zero_norms=("input_layernorm", "pre_feedforward_layernorm"),
+    logit_gain=2.0,
+    extra={
+        "pad_token_id": 256,
+        "query_pre_attn_scalar": 32,
+        # Small enough to bite: scores spread by about 2, logits before the cap by 2.5.
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 1024,  # over all positions, so it plays no part
+    },
+)
+TINY_GRANITE = TinyModel(
+    name="tiny-granite",
+    family="Granite",
+    note="untied, scaled embedding, branches, scores and logits",
+    seed=0,
+    recipe_version=1,
+    embed_gain=12.0,
+    logit_gain=1 / 3,
+    # None a power of two, none what it would be by default. Scores spread by 1.4. With a multiplier of 0.25 they spread
+    # by 3.4, and the worst row at bf16 was off by 0.13 of its norm in the reference itself; here by 0.06.
+    extra={
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 3.0,
+    },
+)
+TINY_GPTJ = TinyModel(
+    name="tiny-gptj",
+    family="GPTJ",
+    note="untied with a bias, attention beside the MLP, LayerNorm",
+    seed=0,
+    recipe_version=1,
+    extra={"rotary_dim": 16},
+)
+#: Every tiny model, Llama's first.
+TINY_MODELS = (TINY_LLAMA, TINY_LLAMA_TIED, TINY_GEMMA2, TINY_GRANITE, TINY_GPTJ)

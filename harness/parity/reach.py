@@ -2,6 +2,11 @@
 
 An edit changes its own rows; within a block the MLP and the residual sum act row by row; attention carries a change to
 every later position. Everything outside is untouched, so an engine must give the very same bits there.
+
+Blocks are taken to be sequential, attention and then the MLP on what it has led to. In a parallel block (GPT-J) the MLP
+reads what attention reads, so it is reached by less than is said here, never by more: the answer stays right, and some
+rows that must keep their bits are not asked about. Norms after a branch and factors on one act row by row and change
+nothing.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ class CaseVerdict:
     hooks: tuple[HookVerdict, ...]  #: in forward order
     divergence: Divergence | None = None
     notes: tuple[str, ...] = field(default=())  #: what else a person should know, recorded and never asserted
+    failed_requests: tuple[int, ...] = ()  #: those with a row that a gate blames
 
     @property
     def worst(self) -> HookVerdict:

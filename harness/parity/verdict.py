@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from harness.parity.explain import Clues, Failure, diverge
 from harness.parity.floor import carried, full_name
 from harness.parity.floor import floor as noise_floor
@@ -13,13 +15,11 @@ from harness.parity.gates import DTYPE, Judged, dtype_gate, judge
 from harness.parity.measure import RowTable, measure, one_thread
 from harness.parity.metrics import aggregate, amplification
 from harness.parity.notes import case_notes
-from harness.parity.rows import Captures, check, depth_of
+from harness.parity.rows import Captures, check, depth_of, ref_of
 from harness.parity.types import CaseVerdict, HookVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 __all__ = ["compare", "reference_noise"]
 
@@ -119,7 +119,11 @@ def compare(
         divergence = diverge(engine, truth, failure, clues)
     wrong_dtype = [verdict.hook for verdict in verdicts if _has_dtype_gate(verdict)]
     notes = case_notes(engine, sames, tables, dtype, wrong_dtype=wrong_dtype, vague=vague)
-    return CaseVerdict(all(v.passed for v in verdicts), k, dtype, tuple(verdicts), divergence, notes)
+    blamed = torch.stack([failing[name] for name in names if tables[name].engine.numel()]).any(dim=0)
+    failed = {ref_of(row, tables[names[0]].lengths).request for row in blamed.nonzero().flatten().tolist()}
+    return CaseVerdict(
+        all(v.passed for v in verdicts), k, dtype, tuple(verdicts), divergence, notes, tuple(sorted(failed))
+    )
 
 
 def _has_dtype_gate(verdict: HookVerdict) -> bool:

@@ -18,7 +18,7 @@ from harness.errors import UsageError
 from harness.interventions import parse_interventions
 from harness.models import load_config, resolve
 from harness.points import all_points, check_capture, nonfireable_points
-from harness.reference.hooks import architecture_of
+from harness.reference.hooks import architecture_of, attention_of
 from harness.reference.load import as_dtype, load_model
 from harness.reference.run import DEFAULT_ATTENTION, forward_logits, run_reference
 from harness.results import ForwardResult, pad_rows
@@ -77,7 +77,7 @@ class ReferenceBackend:
             positions = hf_config.max_position_embeddings
             msg = f"max_model_len is {config.max_model_len}, but the model has positions for 1 to {positions} tokens"
             raise UsageError(msg)
-        attention = config.options.get("attn_implementation", DEFAULT_ATTENTION)
+        attention = config.options.get("attn_implementation") or attention_of(hf_config, DEFAULT_ATTENTION)
         model = load_model(config.path, config.dtype, attn_implementation=attention)
         return cls(model, config, boot_seconds=time.monotonic() - started)
 
@@ -192,7 +192,7 @@ def boot_reference(
     model_name: str | Path,
     dtype: torch.dtype | str | None = None,
     *,
-    attn_implementation: str = DEFAULT_ATTENTION,
+    attn_implementation: str | None = None,
     max_model_len: int | None = None,
 ) -> ReferenceBackend:
     """Boot transformers on a bundled name, a checkpoint's folder or a hub id.
@@ -200,7 +200,7 @@ def boot_reference(
     Args:
         model_name: as :func:`harness.models.resolve` takes it.
         dtype: None: the checkpoint's own, fp32 where it names none.
-        attn_implementation: transformers' name, ``sdpa`` or ``eager``.
+        attn_implementation: transformers' name, ``sdpa`` or ``eager``; None: sdpa, where that is right.
         max_model_len: None: as many positions as the model has.
 
     Raises:
@@ -216,8 +216,6 @@ def boot_reference(
         dtype=dtype_name(as_dtype(dtype or hf_config.dtype or torch.float32)),
         mode="eager",
         max_model_len=hf_config.max_position_embeddings if max_model_len is None else max_model_len,
-        options={}
-        if attn_implementation == DEFAULT_ATTENTION
-        else {"attn_implementation": attn_implementation},
+        options={} if attn_implementation is None else {"attn_implementation": attn_implementation},
     )
     return ReferenceBackend.boot(config)

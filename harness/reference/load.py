@@ -20,6 +20,7 @@ import torch
 from harness.backend import DTYPES
 from harness.errors import UsageError
 from harness.models import load_config, resolve
+from harness.reference.hooks import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +65,7 @@ def load_model(
 
     Raises:
         UsageError: there is no such checkpoint, it is damaged or quantised, it lacks weights that its config
-            asks for, or it runs only with code of its own.
+            asks for, it runs only with code of its own, or not rightly with this attention implementation.
     """
     compute = as_dtype(dtype)
     stored = compute if weights_dtype is None else as_dtype(weights_dtype)
@@ -73,6 +74,15 @@ def load_model(
     if getattr(config, "quantization_config", None):
         msg = f"checkpoint {str(folder)!r} is quantised: an engine does more than round its weights; use a plain one"
         raise UsageError(msg)
+
+    for name in config.architectures or []:
+        right = FAMILIES[name].attention if name in FAMILIES else ""
+        if right and attn_implementation != right:
+            msg = (
+                f"checkpoint {str(folder)!r} is a {name}, which transformers computes rightly with "
+                f"attn_implementation {right!r} only, not {attn_implementation!r}"
+            )
+            raise UsageError(msg)
 
     from transformers import AutoModelForCausalLM
 

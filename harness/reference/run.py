@@ -15,7 +15,7 @@ from harness.conventions import dtype_name
 from harness.errors import UsageError
 from harness.models import load_config, resolve
 from harness.points import BLOCK_OUT, all_points, check_capture, nonfireable_points
-from harness.reference.hooks import architecture_of, capturing, module_paths, points_of
+from harness.reference.hooks import architecture_of, attention_of, capturing, module_paths, points_of
 from harness.reference.load import as_dtype, load_model
 from harness.reference.realisations import jitter, onednn_linears
 from harness.reference.truth import exact_forward, load_truth, truth_dtype
@@ -41,14 +41,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: What transformers picks by itself, and so what R stands for. Noise per hook (rms over 241 rows) of eager attention ÷
-#: that of sdpa: 0.94 to 1.10 at fp32; at bf16, where eager rounds its probabilities, 0.96 to 1.24 on SmolLM2 and
-#: 1.17 to 1.25 on the tiny Llama. The choice moves a bound by a quarter at most.
+#: What transformers picks by itself, and so what R stands for, unless its family leaves no choice. Noise per hook (rms
+#: over 241 rows) of eager attention ÷ that of sdpa: 0.94 to 1.10 at fp32; at bf16, where eager rounds its
+#: probabilities, 0.96 to 1.24 on SmolLM2 and 1.17 to 1.25 on the tiny Llama. The choice moves a bound by a quarter at
+#: most.
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
 #: Jittered realisations of R that every case gets.
 JITTERS = 2
-#: … and that a case gets that fails with those: an ill-conditioned row's error is one draw, and a few can all be small.
+#: … and that requests get that fail with those: an ill-conditioned row's error is one draw, and a few can all be small.
 MANY_JITTERS = 10
 
 #: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
@@ -184,7 +185,7 @@ class References:
     Attributes:
         max_loaded: models kept; T and R of one checkpoint are two.
         max_bytes: limit on the kept rows; what a caller holds is not counted.
-        attn_implementation: of R; T is always eager.
+        attn_implementation: of R, where its family leaves a choice; T is always eager.
         computed: sequences run so far, for tests and the report.
         seconds: time spent loading models and in their forwards.
     """
@@ -213,6 +214,7 @@ class References:
         *,
         jitters: int = JITTERS,
         edits: Requests | None = None,
+        logits: bool = False,
     ) -> Pair:
         """Return T and R for ``sequences``, in their order, computing only what isn't kept.
 
@@ -223,6 +225,7 @@ class References:
             capture: hook names.
             jitters: how many realisations of R beside the plain one.
             edits: per sequence, applied in T and in every realisation of R, each at its own dtype.
+            logits: whether the jittered realisations' logits are wanted too; T's and R's own always come.
 
         Raises:
             UsageError: everything the caller got wrong, before a model is loaded.
@@ -243,8 +246,40 @@ class References:
         jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
         roles: list[Role] = ["truth", "same", *jittered]
         roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
-        runs = {role: self._run(folder, dtype, role, prompts, names, edited) for role in roles}
+        runs = {role: self._run(folder, dtype, role, prompts, names, edited, logits) for role in roles}
         return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
+
+    def with_more(
+        self,
+        pair: Pair,
+        which: Sequence[int],
+        path: str | Path,
+        engine_dtype: torch.dtype | str,
+        sequences: Sequence[Sequence[int]],
+        capture: Sequence[str],
+        *,
+        edits: Requests | None = None,
+        logits: bool = False,
+    ) -> Pair:
+        """``pair`` with :data:`MANY_JITTERS` realisations for the sequences ``which``.
+
+        The others have their last realisation repeated, which changes nothing where the largest error counts.
+        """
+        chosen = list(which)
+        more = self.get(
+            path,
+            engine_dtype,
+            [sequences[i] for i in chosen],
+            capture,
+            jitters=MANY_JITTERS,
+            edits=None if edits is None else [edits[i] for i in chosen],
+            logits=logits,
+        )
+        last = pair.same[-1]
+        extra = [
+            _replaced(last, dict(zip(chosen, range(len(chosen)), strict=True)), one) for one in more.same
+        ]
+        return Pair(pair.truth, (*pair.same, *extra[len(pair.same) :]))
 
     def close(self) -> None:
         """Forget every model and every row; safe to call twice."""
@@ -259,6 +294,7 @@ class References:
         prompts: list[list[int]],
         names: list[str],
         edits: list[tuple[Edit, ...]],
+        logits: bool,
     ) -> ReferenceRun:
         """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
         entries: list[_Entry] = []
@@ -267,7 +303,9 @@ class References:
             edited = frozenset(edit.digest for edit in here)
             if (ids, edited) not in held:
                 key = (folder, dtype, role, ids, edited)
-                entry = self._entries.get(key) or self._compute(folder, dtype, role, ids, here)
+                entry = self._entries.get(key)
+                if entry is None or (logits and not entry.logits.numel()):
+                    entry = self._compute(folder, dtype, role, ids, here, logits=logits)
                 held[ids, edited] = self._entries[key] = entry
                 self._entries.move_to_end(key)
             entries.append(held[ids, edited])
@@ -279,7 +317,14 @@ class References:
         )
 
     def _compute(
-        self, folder: str, dtype: torch.dtype, role: Role, ids: Ids, edits: tuple[Edit, ...]
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        role: Role,
+        ids: Ids,
+        edits: tuple[Edit, ...],
+        *,
+        logits: bool,
     ) -> _Entry:
         model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
@@ -287,9 +332,9 @@ class References:
             run = run_reference(model, [ids], points_of(model), [edits])
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
-        # A further realisation serves as a measure of noise in the captures; its logits would double what is kept.
-        logits = run.logits[0][:0] if role.startswith("jitter") else run.logits[0]
-        return _Entry({name: rows[0] for name, rows in run.captured.items()}, logits)
+        # A further realisation mostly serves as a measure of noise in the captures; logits would double what is kept.
+        kept = run.logits[0] if logits or not role.startswith("jitter") else run.logits[0][:0]
+        return _Entry({name: rows[0] for name, rows in run.captured.items()}, kept)
 
     def _model(self, folder: str, dtype: torch.dtype, role: Role) -> PreTrainedModel:
         key = (folder, dtype, role)
@@ -301,7 +346,11 @@ class References:
             self._models[key] = (
                 load_truth(folder, dtype)
                 if role == "truth"
-                else load_model(folder, dtype, attn_implementation=self.attn_implementation)
+                else load_model(
+                    folder,
+                    dtype,
+                    attn_implementation=attention_of(load_config(folder), self.attn_implementation),
+                )
             )
             took = time.monotonic() - started
             self.seconds["load"] += took
@@ -321,6 +370,19 @@ class References:
         while self._entries and total > self.max_bytes:
             _, entry = self._entries.popitem(last=False)
             total -= entry.nbytes
+
+
+def _replaced(base: ReferenceRun, places: dict[int, int], other: ReferenceRun) -> ReferenceRun:
+    """``base`` with the sequences in ``places`` taken from ``other``: number in base → number in other."""
+
+    def merged(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [theirs[places[i]] if i in places else one for i, one in enumerate(ours)]
+
+    return ReferenceRun(
+        prompts=base.prompts,
+        captured={name: merged(rows, other.captured[name]) for name, rows in base.captured.items()},
+        logits=merged(base.logits, other.logits),
+    )
 
 
 def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]) -> None:

@@ -16,7 +16,7 @@ import torch
 from harness.conventions import MIN_DIVISOR, safe_divisor
 from harness.errors import CaptureError
 from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT
-from harness.reference.hooks import points_of
+from harness.reference.hooks import points_of, tree_of
 from harness.reference.run import forward_logits, run_reference
 from harness.reference.truth import RecordNarrowing, exact_forward
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from harness.reference.hooks import ModuleTree
 
 __all__ = ["BOUNDS", "check_reference"]
 
@@ -34,12 +36,16 @@ __all__ = ["BOUNDS", "check_reference"]
 BOUNDS = {
     "copy": (0, 0),
     "projection": (1, 16),  # one rounding of the output, and the sums' order: 0.4, 4.9
-    "residual": (2, 0),  # two additions: 0.7, 0.7
+    "embedding": (1, 0),  # one multiplication
+    "residual": (2, 0),  # two additions, perhaps two multiplications: 0.7, 0.7
     "norm": (2, 4),  # rounded normalised, times the weight, divided by it: 0.6, 1.7
     "logits": (2, 16),  # the norm's three roundings, then as a projection: 0.4, 3.3
 }
-#: The last projection of each branch: its output is the branch's.
-_LAST_PROJECTION = {ATTN_OUT: "self_attn.o_proj", MLP_OUT: "mlp.down_proj"}
+#: The last projection of each branch, by whichever of these names the family has: its output is the branch's.
+_LAST_PROJECTION = {
+    ATTN_OUT: ("self_attn.o_proj", "attn.out_proj"),
+    MLP_OUT: ("mlp.down_proj", "mlp.fc_out"),
+}
 
 
 @dataclass
@@ -63,10 +69,11 @@ def check_reference(model: PreTrainedModel, ids: Sequence[int]) -> list[str]:
     """Check the hooks of ``model`` on one sequence.
 
     Checks of every capture: shape, dtype, finite, no row constant over its channels, and unchanged by later
-    forwards. Then the second readings: the embedding matrix's rows; each block's output against the next one's input
-    and against ``output_hidden_states`` (whose last entry is after the final norm); attention and MLP against their
-    last projections; ``out = before + attn + mlp``; the final norm from the last block's output with the config's
-    eps; the logits from the normalised rows. At fp64: no operation on an fp64 tensor that returns a narrower one.
+    forwards. Then the second readings: the embedding against the first block's input and the matrix's rows; each
+    block's output against the next one's input and against ``output_hidden_states`` (whose last entry is after the
+    final norm); attention and MLP against their last projections; ``out = before + attn + mlp``, by way of the family's
+    factor and norms; the final norm from the last block's output with the config's eps; the logits from the normalised
+    rows, with bias, soft-cap and scale. At fp64: no operation on an fp64 tensor that returns a narrower one.
 
     Args:
         model: a loaded model, see :func:`~harness.reference.load.load_model`.
@@ -151,7 +158,7 @@ def _reading_inputs(read: _Readings) -> Iterator[None]:
         for index, layer in enumerate(_layers(read.model)):
             keep(layer, read.block_in, index)
             for template in _LAST_PROJECTION:
-                keep(_last_projection(layer, template), read.projection_in, template.format(i=index))
+                keep(_last_projection(layer, template)[1], read.projection_in, template.format(i=index))
         keep(read.model.get_output_embeddings(), head, "in")
         yield
         read.head_in = head.get("in")
@@ -170,17 +177,16 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return lists[0]
 
 
-def _last_projection(layer: nn.Module, template: str) -> nn.Linear:
-    """The linear layer whose output is what the branch of ``template`` adds to the residual."""
-    try:
-        module = layer.get_submodule(_LAST_PROJECTION[template])
-    except AttributeError as error:
-        msg = f"{type(layer).__name__} has no {_LAST_PROJECTION[template]}, by which {template} is read again"
-        raise CaptureError(msg) from error
-    if not isinstance(module, torch.nn.Linear):
-        msg = f"{type(layer).__name__}.{_LAST_PROJECTION[template]} is a {type(module).__name__}, not linear"
+def _last_projection(layer: nn.Module, template: str) -> tuple[str, nn.Linear]:
+    """Name and module of the linear layer whose output is the branch's of ``template``."""
+    named = dict(layer.named_modules())
+    found = [name for name in _LAST_PROJECTION[template] if isinstance(named.get(name), torch.nn.Linear)]
+    if len(found) != 1:
+        names = " or ".join(_LAST_PROJECTION[template])
+        msg = f"{type(layer).__name__} has no linear layer {names}, by which {template} is read again"
         raise CaptureError(msg)
-    return module
+    module: nn.Linear = named[found[0]]
+    return found[0], module
 
 
 def _apart(
@@ -228,8 +234,13 @@ def _rounding_scale(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding(read: _Readings) -> list[str]:
-    rows = read.model.get_input_embeddings().weight.detach().cpu()[read.ids]
-    return _apart(EMBED, read.captured[EMBED], rows, "copy", "the embedding matrix's rows")
+    """What the first block takes in; and the matrix's rows times one number, whichever the family has it be."""
+    got = read.captured[EMBED]
+    rows = read.model.get_input_embeddings().weight.detach().cpu()[read.ids].double()
+    factor = float((got.double() * rows).sum() / rows.square().sum())
+    return _apart(EMBED, got, read.block_in[0], "copy", "the input of block 0") + _apart(
+        EMBED, got, rows * factor, "embedding", f"the embedding matrix's rows, times {factor:g}"
+    )
 
 
 def _block_outputs(read: _Readings) -> list[str]:
@@ -246,9 +257,9 @@ def _block_outputs(read: _Readings) -> list[str]:
 def _projections(read: _Readings) -> list[str]:
     problems: list[str] = []
     for index, layer in enumerate(_layers(read.model)):
-        for template, path in _LAST_PROJECTION.items():
+        for template in _LAST_PROJECTION:
             hook = template.format(i=index)
-            module = _last_projection(layer, template)
+            path, module = _last_projection(layer, template)
             wanted = read.projection_in[hook].double() @ module.weight.detach().cpu().double().T
             if module.bias is not None:
                 wanted += module.bias.detach().cpu().double()
@@ -259,32 +270,66 @@ def _projections(read: _Readings) -> list[str]:
 
 
 def _residuals(read: _Readings) -> list[str]:
+    tree, config = tree_of(read.model), read.model.config
+    factor = float(getattr(config, tree.branch_factor)) if tree.branch_factor else 1.0
     problems: list[str] = []
-    for index in range(read.model.config.num_hidden_layers):
+    for index, layer in enumerate(_layers(read.model)):
         hook = BLOCK_OUT.format(i=index)
         before = BLOCK_OUT.format(i=index - 1) if index else EMBED
-        parts = [
-            read.captured[before],
-            read.captured[ATTN_OUT.format(i=index)],
-            read.captured[MLP_OUT.format(i=index)],
-        ]
-        total = torch.stack([part.double() for part in parts]).sum(dim=0)
+        branches = [read.captured[t.format(i=index)].double() * factor for t in (ATTN_OUT, MLP_OUT)]
+        if tree.branch_norms is not None:
+            branches = [
+                _normalised(rows, config, centred=False) * _gain(layer.get_submodule(norm), tree)
+                for rows, norm in zip(branches, tree.branch_norms, strict=True)
+            ]
+        parts = [read.captured[before].double(), *branches]
+        total = torch.stack(parts).sum(dim=0)
         # Against what is added, not the sum: where a block cancels its input the sum is all rounding.
-        scale = torch.stack([part.double().norm(dim=-1) for part in parts]).sum(dim=0)
+        scale = torch.stack([part.norm(dim=-1) for part in parts]).sum(dim=0)
         what = f"{before} + attention + MLP"
-        problems += _apart(hook, read.captured[hook], total, "residual", what, scale=scale)
+        kind = "residual" if tree.branch_norms is None else "norm"
+        problems += _apart(hook, read.captured[hook], total, kind, what, scale=scale)
     return problems
 
 
+def _normalised(rows: torch.Tensor, config: PreTrainedConfig, *, centred: bool) -> torch.Tensor:
+    """By definition, x / sqrt(mean(x²) + eps), perhaps of x - mean(x), with the config's eps (not the module's)."""
+    name = "layer_norm_epsilon" if centred else "rms_norm_eps"
+    eps = getattr(config, name, None)
+    if eps is None:
+        msg = f"the config has no {name}: the norms are of another kind than the family's entry says"
+        raise CaptureError(msg)
+    x = rows.double()
+    x = x - x.mean(dim=-1, keepdim=True) if centred else x
+    normalised: torch.Tensor = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    return normalised
+
+
+def _gain(norm: nn.Module, tree: ModuleTree) -> torch.Tensor:
+    """What a norm multiplies by, (width,) fp64."""
+    weight: torch.Tensor = norm.weight.detach().cpu().double()  # type: ignore[operator]
+    return weight + 1.0 if tree.plus_one else weight
+
+
+def _weighted(read: _Readings) -> torch.Tensor:
+    """What the final norm must have returned, by its captured value, (n, width) fp64."""
+    norm, tree = _norm(read.model), tree_of(read.model)
+    weighted = read.captured[FINAL_NORM].double() * safe_divisor(_gain(norm, tree))
+    if tree.layer_norm:
+        weighted += norm.bias.detach().cpu().double()  # type: ignore[operator]
+    return weighted
+
+
 def _final_norm(read: _Readings) -> list[str]:
-    """RMSNorm by its definition, x / sqrt(mean(x²) + eps), with the eps of the config (not of the module)."""
-    last = read.captured[BLOCK_OUT.format(i=read.model.config.num_hidden_layers - 1)].double()
-    normalised = last / (last.square().mean(dim=-1, keepdim=True) + read.model.config.rms_norm_eps).sqrt()
-    kept = _weight(read.model).abs() < MIN_DIVISOR
-    normalised[:, kept] *= _weight(read.model)[kept]
+    tree, config = tree_of(read.model), read.model.config
+    last = read.captured[BLOCK_OUT.format(i=config.num_hidden_layers - 1)]
+    normalised = _normalised(last, config, centred=tree.layer_norm)
+    gain = _gain(_norm(read.model), tree)
+    kept = gain.abs() < MIN_DIVISOR
+    normalised[:, kept] *= gain[kept]
     name = FINAL_NORM
     problems = _apart(name, read.captured[name], normalised, "norm", "the last block's output, normalised")
-    weighted = read.captured[name].double() * safe_divisor(_weight(read.model), torch.float64)
+    weighted = _weighted(read)
     for value, what in ((read.head_in, "the head's input"), (read.hidden_states[-1], "hidden_states[-1]")):
         if value is None:
             problems.append(f"{name}: the head never ran")
@@ -294,22 +339,28 @@ def _final_norm(read: _Readings) -> list[str]:
 
 
 def _logits(read: _Readings) -> list[str]:
-    """``(normalised · weight) @ W_U.T``; a soft-cap or scale would show here as a difference."""
-    weighted = read.captured[FINAL_NORM].double() * safe_divisor(_weight(read.model), torch.float64)
-    unembed = read.model.get_output_embeddings().weight
+    """``(normalised · weight) @ W_U.T``, plus the head's bias, soft-capped and scaled as the config says."""
+    weighted, config = _weighted(read), read.model.config
+    head = read.model.get_output_embeddings()
+    unembed = head.weight
     wanted = weighted @ unembed.detach().cpu().double().T
     scale = _rounding_scale(weighted, unembed)
+    if getattr(head, "bias", None) is not None:
+        wanted += head.bias.detach().cpu().double()
+    if cap := getattr(config, "final_logit_softcapping", None):
+        wanted = cap * torch.tanh(wanted / cap)
+    if divisor := getattr(config, "logits_scaling", None):
+        wanted, scale = wanted / divisor, scale / divisor
     eps = max(torch.finfo(read.model.dtype).eps, torch.finfo(torch.float32).eps)
     return _apart(
         "logits", read.logits, wanted, "logits", f"{FINAL_NORM} · weight @ W_U.T", scale=scale, eps=eps
     )
 
 
-def _weight(model: PreTrainedModel) -> torch.Tensor:
-    """The final norm's weight, (width,) fp64, found as the base model's only norm outside its blocks."""
-    norms = [m for m in model.base_model.children() if type(m).__name__.endswith("RMSNorm")]
+def _norm(model: PreTrainedModel) -> nn.Module:
+    """The final norm, found as the base model's only norm outside its blocks."""
+    norms = [m for m in model.base_model.children() if type(m).__name__.endswith(("RMSNorm", "LayerNorm"))]
     if len(norms) != 1:
         msg = f"{type(model).__name__}: found {len(norms)} final norms, expected one"
         raise CaptureError(msg)
-    weight: torch.Tensor = norms[0].weight.detach().cpu().double()
-    return weight
+    return norms[0]

@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from harness.errors import UsageError
 from harness.models import load_config
-from harness.points import FINAL_NORM, HookPoint
 from harness.reference.hooks import FAMILIES, architecture_of
 
 if TYPE_CHECKING:
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["final_norm_weight", "read_tensor", "unembedding_rows"]
+    from harness.conventions import Emission
+
+__all__ = ["emission", "final_norm_weight", "read_tensor", "unembedding_rows"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -46,10 +47,17 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     raise UsageError(msg)
 
 
+def emission(path: str | Path, hook: str, dtype: torch.dtype) -> Emission:
+    """How a model with this checkpoint's weights, rounded to ``dtype``, emits the value of ``hook``."""
+    config = load_config(path)
+    tree = FAMILIES[architecture_of(config)]
+    return tree.emission(hook, config, lambda name: read_tensor(path, name).to(dtype))
+
+
 def final_norm_weight(path: str | Path) -> torch.Tensor:
-    """The weight that the final norm multiplies in after normalising, (width,)."""
+    """The final norm's weight as the checkpoint has it, (width,); Gemma's norm multiplies by 1 + that."""
     tree = FAMILIES[architecture_of(load_config(path))]
-    return read_tensor(path, f"{tree.path(HookPoint.parse(FINAL_NORM))}.weight")
+    return read_tensor(path, f"{tree.final_norm}.weight")
 
 
 def unembedding_rows(path: str | Path, tokens: Sequence[int]) -> torch.Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from harness.errors import UsageError
 from harness.vllm.boot import boot_vllm, check_boot, kv_cache_bytes
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.environment import boot_environment
@@ -46,10 +46,12 @@ class VLLMBackend:
     def boot(cls, config: BootConfig) -> Self:
         """Boot as ``config`` says; ``options`` go to ``boot_vllm``, except ``instrument`` and ``environment``.
 
-        ``environment`` is set for good: an engine behind this protocol has its process to itself.
+        ``environment`` is set for good: an engine behind this protocol has its process to itself. ``driver_cls`` names
+        a subclass of the driver, as ``worker_cls`` does one of the worker: for faults planted on this side.
         """
         options = dict(config.options)
         os.environ.update(options.pop("environment", {}))
+        driver_cls = options.pop("driver_cls", None)
         if options.pop("instrument", True):
             bridge = boot_vllm(
                 config.path,
@@ -61,6 +63,8 @@ class VLLMBackend:
                 pipeline_parallel_size=config.topology.pp,
                 **options,
             )
+            if driver_cls is not None:
+                bridge.driver.__class__ = pkgutil.resolve_name(driver_cls)
             return cls(bridge.driver, config)
         return cls(_boot_plain(config, options), config)
 
@@ -87,24 +91,29 @@ class VLLMBackend:
         input_ids: Sequence[Sequence[int]],
         *,
         capture: Sequence[str] = (),
-        intervene: Any | None = None,
-        max_new_tokens: int = 1,
         return_logits: bool = False,
+        **kwargs: Any,
     ) -> ForwardResult:
-        """See :meth:`VLLMDriver.forward`."""
-        return self.driver.forward(
-            input_ids,
-            capture=capture,
-            intervene=intervene,
-            max_new_tokens=max_new_tokens,
-            return_logits=return_logits,
-        )
+        """See :meth:`VLLMDriver.forward`; logits are made only where they are asked for."""
+        return self.driver.forward(input_ids, capture=capture, return_logits=return_logits, **kwargs)
 
     def raw_logits(
         self, input_ids: Sequence[Sequence[int]], max_new_tokens: int = 1, capture: Sequence[str] = ()
     ) -> list[torch.Tensor]:
         """See :meth:`VLLMDriver.raw_logits`."""
         return self.driver.raw_logits(input_ids, max_new_tokens, capture)
+
+    def worker_logits(self, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """See :meth:`VLLMDriver.worker_logits`."""
+        return self.driver.worker_logits(input_ids)
+
+    def layout(self) -> dict[str, Any]:
+        """See :class:`harness.vllm.layout.Layout`."""
+        return self.driver.layout.to_json()
+
+    def get_param(self, name: str) -> torch.Tensor | None:
+        """See :meth:`VLLMDriver.get_param`."""
+        return self.driver.get_param(name)
 
     def close(self) -> None:
         """See :meth:`VLLMDriver.close`."""
@@ -113,16 +122,13 @@ class VLLMBackend:
 
 def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
     """The same engine with nothing of the harness in it; it can only generate and give raw logits."""
-    if config.topology.tp * config.topology.pp > 1:
-        msg = "a plain engine over several ranks is not needed yet"
-        raise UsageError(msg)
     from vllm import LLM
 
     size = kv_cache_bytes(options)
     if size is not None:
         options["kv_cache_memory_bytes"] = size
     started = time.monotonic()
-    with boot_environment():
+    with boot_environment(config.topology.tp * config.topology.pp):
         llm = LLM(
             model=config.path,
             dtype=config.dtype,
@@ -133,6 +139,8 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
             enable_prefix_caching=False,
             disable_log_stats=True,
             max_num_seqs=min(16, config.max_num_batched_tokens),
+            tensor_parallel_size=config.topology.tp,
+            pipeline_parallel_size=config.topology.pp,
             **options,
         )
-    return VLLMDriver(llm, None, boot_seconds=time.monotonic() - started)
+    return VLLMDriver(llm, boot_seconds=time.monotonic() - started)

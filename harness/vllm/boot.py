@@ -97,6 +97,24 @@ def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: in
         raise UsageError(msg)
 
 
+def _check_topology(hf_config: Any, tp: int, pp: int) -> None:
+    """Ranks that cannot share this model, or that this machine has no device for."""
+    import torch
+
+    heads = int(hf_config.num_attention_heads)
+    kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        msg = f"tensor_parallel_size={tp} does not divide the {heads} attention heads and {kv_heads} KV heads"
+        raise UsageError(msg)
+    if pp > int(hf_config.num_hidden_layers):
+        msg = f"pipeline_parallel_size={pp} is more than the model's {hf_config.num_hidden_layers} layers"
+        raise UsageError(msg)
+    # On CPU ranks share the cores, which is slow and allowed.
+    if torch.cuda.is_available() and tp * pp > torch.cuda.device_count():
+        msg = f"{tp} x {pp} ranks need as many devices, this machine has {torch.cuda.device_count()}"
+        raise UsageError(msg)
+
+
 def check_boot(
     path: str,
     *,
@@ -116,14 +134,10 @@ def check_boot(
             cache that cannot hold one request.
     """
     require_vllm()
-    for name, size in (
-        ("tensor_parallel_size", tensor_parallel_size),
-        ("pipeline_parallel_size", pipeline_parallel_size),
-    ):
-        if _positive_int(name, size) > 1:
-            msg = f"{name}={size}: captures over several ranks are refused until their layout is verified; use 1"
-            raise UsageError(msg)
+    _positive_int("tensor_parallel_size", tensor_parallel_size)
+    _positive_int("pipeline_parallel_size", pipeline_parallel_size)
     hf_config = load_config(path)
+    _check_topology(hf_config, tensor_parallel_size, pipeline_parallel_size)
     architecture = (getattr(hf_config, "architectures", None) or ["(none named)"])[0]
     spec = HarnessSpec(tuple(get_overlay(architecture).taps(hf_config)))
     own = getattr(hf_config, "dtype", None) or "float32"
@@ -161,8 +175,8 @@ def boot_vllm(
         max_num_batched_tokens: tokens per step; longer prompts are served in chunks.
         enable_batching: run eagerly instead of compiled, as in the original. Batches work either way.
         enable_position_interventions: accepted for the original's sake; positions always work.
-        tensor_parallel_size: 1 for now.
-        pipeline_parallel_size: 1 for now.
+        tensor_parallel_size: ranks that share each layer; must divide the heads.
+        pipeline_parallel_size: stages the layers are cut into.
         hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
             left out cost no memory and cannot be captured.
         max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point.
@@ -216,24 +230,36 @@ def boot_vllm(
 
 
 def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
-    """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures)."""
+    """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures).
+
+    Raises:
+        UsageError: on CPU, where vLLM lets ``VLLM_CPU_KVCACHE_SPACE`` win, it contradicts the caller.
+    """
     import os
 
-    if "kv_cache_memory_bytes" in vllm_kwargs:
-        return int(vllm_kwargs["kv_cache_memory_bytes"])
+    asked = vllm_kwargs.get("kv_cache_memory_bytes")
     require_vllm()
     import torch
 
     if torch.cuda.is_available():
-        return None
+        return None if asked is None else int(asked)
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return int(space) << 30 if space.isdigit() and int(space) else _CPU_KV_BYTES
+    if not space.isdigit() or not int(space):
+        return _CPU_KV_BYTES if asked is None else int(asked)
+    if asked is not None and int(asked) != int(space) << 30:
+        msg = (
+            f"kv_cache_memory_bytes={asked} would be ignored: vLLM's CPU platform takes VLLM_CPU_KVCACHE_SPACE={space} "
+            "(GiB) instead; unset that, or bound the cache by num_gpu_blocks_override"
+        )
+        raise UsageError(msg)
+    return int(space) << 30
 
 
 def _boot(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    with boot_environment():
+    ranks = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
+    with boot_environment(ranks):
         try:
             return LLM(**arguments)
         except (UsageError, KeyboardInterrupt):

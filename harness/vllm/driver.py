@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
 import uuid
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from harness import points
 from harness.errors import CaptureError, UsageError
 from harness.interventions import parse_interventions, plan_programs
+from harness.masks import read_mask, shift_edits
+from harness.points import FINAL_NORM
 from harness.results import ForwardResult, pad_rows
 from harness.tokens import check_prompts
 from harness.vllm import internals
-from harness.vllm.wire import decode_tensor, encode_specs
+from harness.vllm.layout import Layout, Place, verify_layout
+from harness.vllm.logits import SequenceLogits, assemble_vocabulary
+from harness.vllm.spec import HarnessSpec
+from harness.vllm.wire import decode_tensor, encode_specs, encode_tensor
 from harness.vllm.worker_extension import REQUEST_KEY
 
 if TYPE_CHECKING:
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from harness.interventions import Edit
-    from harness.vllm.spec import HarnessSpec
 
 __all__ = ["VLLMDriver"]
 
@@ -32,22 +39,32 @@ __all__ = ["VLLMDriver"]
 class VLLMDriver:
     """One engine, its prompts and its captures.
 
+    Args:
+        llm: a booted ``vllm.LLM``.
+        spec: what was installed in it; read from its own config where it is not given.
+        boot_seconds: wall-clock seconds of its boot, for the record.
+
     Attributes:
         supported_hook_points: in forward order.
         non_fireable_hook_points: name → reason.
-        provides_sequence_logits: whether logits cover every position; False until the unembedding is served.
         boot_seconds: wall-clock seconds of the boot.
     """
 
-    def __init__(self, llm: Any, spec: HarnessSpec | None, *, boot_seconds: float = 0.0) -> None:
+    #: What makes logits of final-norm rows.
+    logits_class = SequenceLogits
+
+    def __init__(self, llm: Any, spec: HarnessSpec | None = None, *, boot_seconds: float = 0.0) -> None:
+        if spec is None:
+            spec = HarnessSpec.from_config(llm.llm_engine.vllm_config.additional_config)
         self.llm = llm
         self._widths = {tap.name: tap.width for tap in spec.taps} if spec else {}
+        self._paths = {tap.name: tap.path for tap in spec.taps} if spec else {}
         self._max_programs = spec.max_programs if spec else 0
         self.hf_config = internals.extract_hf_config(llm)
+        self._vocab_size = int(self.hf_config.vocab_size)
         self.max_model_len = int(llm.llm_engine.model_config.max_model_len)
         self.supported_hook_points = list(self._widths)
         self.non_fireable_hook_points = points.nonfireable_points(int(self.hf_config.num_hidden_layers))
-        self.provides_sequence_logits = False
         self.boot_seconds = boot_seconds
         self._closed = False
         self._calls = itertools.count()
@@ -72,54 +89,102 @@ class VLLMDriver:
         capture: Sequence[str] = (),
         intervene: Any | None = None,
         max_new_tokens: int = 1,
-        return_logits: bool = False,
+        return_logits: bool = True,
         attention_mask: Any | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> ForwardResult:
         """Run one batch and read back what was asked for.
 
         Args:
-            input_ids: one prompt, a (batch, seq) tensor without padding, or ragged lists.
+            input_ids: one prompt, a (batch, seq) tensor, or ragged lists.
             capture: hook names; ``()`` reads nothing back.
             intervene: edits as :mod:`harness.interventions` reads them: one spec set for the batch, or a list with one
                 (or None) per request. Captures at an edited hook are the values after the edit.
-            return_logits: refused until they are built.
-            attention_mask: refused until it is built.
-            max_new_tokens: greedy steps; captures then have n_prompt + k - 1 rows per request.
+            max_new_tokens: greedy steps; captures and logits then have n_prompt + k - 1 rows per request.
+            return_logits: whether to rebuild every logit, see :mod:`harness.vllm.logits`. Where that cannot be done
+                (``provides_sequence_logits`` is False) only each request's last prompt row has log-probs, the others
+                -inf, and a warning says why, once per driver.
+            attention_mask: (batch, seq) of 0 and 1: the real span of each row is run, and everything is put back at
+                its columns; ``pos`` of edits counts from the padded beginning.
+            stop_token_ids: tokens that end a request early, themselves included in ``new_tokens``.
 
         Returns:
-            Captures (batch, seq, width) at the engine's dtype, canonical, right-padded with zeros, on CPU.
+            Captures (batch, seq, width) at the engine's dtype, canonical, zeros on padding; logits (batch, seq,
+            d_vocab) fp32, -inf on padding; all on CPU. With decode rows ``seq`` grows by as many as were computed.
 
         Raises:
-            UsageError: a hook, prompt or edit that cannot be served; nothing has been sent then.
+            UsageError: a hook, prompt, mask or edit that cannot be served; nothing has been sent then.
             CaptureError: a row is missing or doubled, or a hook was silent.
         """
-        _refuse_unbuilt(return_logits=return_logits or None, attention_mask=attention_mask)
-        names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            msg = f"max_new_tokens must be an integer from 1, not {max_new_tokens!r}"
-            raise UsageError(msg)
-        prompts = check_prompts(
-            input_ids,
-            vocab_size=int(self.hf_config.vocab_size),
-            max_len=self.max_model_len,
-            new_tokens=max_new_tokens,
-        )
-        edits = self._edits(intervene, [len(prompt) + max_new_tokens - 1 for prompt in prompts])
         if self._closed:
             msg = "this engine was closed; boot another"
             raise UsageError(msg)
-        keys = [f"{self._tag}-{next(self._calls)}" for _ in prompts]
+        names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
+        call = self._plan(input_ids, attention_mask, intervene, max_new_tokens)
+        rebuild = return_logits and self._logits.available
+        keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
+        armed = [*(n for n in names if n != FINAL_NORM), FINAL_NORM] if rebuild else names
+        sampling = {"logprobs": self._logits.fallback()} if return_logits and not rebuild else {}
         started = time.perf_counter()
-        with self._edited(dict(zip(keys, edits, strict=True))), self._armed(names):
-            outputs = self._generate(prompts, keys, max_new_tokens)
+        with self._edited(dict(zip(keys, call.edits, strict=True))), self._armed(armed):
+            outputs = self._generate(call.prompts, keys, max_new_tokens, stop_token_ids, **sampling)
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            lengths = [len(p) + len(new) - 1 for p, new in zip(prompts, new_tokens, strict=True)]
+            lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
             captured = self._collect(names, keys, lengths) if names else {}
-        stats = {"seconds": time.perf_counter() - started}
-        return ForwardResult(captured, lengths, new_tokens, raw_output=outputs, stats=stats)
+            steps = internals.call_workers(self.llm, "tl_step_stats")[0] if names else {}
+            emitted = self._emitted(keys, lengths) if rebuild else []
+        place: dict[str, Any] = {"starts": call.starts, "columns": call.columns}
+        logits = None
+        if return_logits:
+            logits = (
+                self._logits.rebuilt(emitted, **place)
+                if rebuild
+                else self._logits.last_rows(outputs, call.prompts, lengths, **place)
+            )
+        return ForwardResult(
+            {name: pad_rows(rows, **place) for name, rows in captured.items()},
+            lengths,
+            new_tokens,
+            logits=logits,
+            raw_output=outputs,
+            stats={"seconds": time.perf_counter() - started, **steps},
+            starts=call.starts,
+        )
+
+    def _plan(self, input_ids: Any, attention_mask: Any, intervene: Any, k: int) -> _Call:
+        """Check everything a call brings, before anything is sent."""
+        if type(k) is not int or k < 1:
+            msg = f"max_new_tokens must be an integer from 1, not {k!r}"
+            raise UsageError(msg)
+        # A padded row may be longer than the engine takes, as long as its real tokens are not.
+        room = {"max_len": self.max_model_len, "new_tokens": k}
+        if attention_mask is None:
+            prompts = check_prompts(input_ids, vocab_size=self._vocab_size, **room)
+            starts, columns = [0] * len(prompts), 0
+        else:
+            rows = check_prompts(input_ids, vocab_size=self._vocab_size, max_len=sys.maxsize)
+            spans = read_mask(attention_mask, rows)
+            real = [row[begin:end] for row, (begin, end) in zip(rows, spans, strict=True)]
+            prompts = check_prompts(real, vocab_size=self._vocab_size, **room)
+            starts, columns = [begin for begin, _ in spans], max(map(len, rows))
+        edits = parse_interventions(
+            intervene,
+            widths=self._widths,
+            nonfireable=self.non_fireable_hook_points,
+            lengths=[begin + len(prompt) + k - 1 for begin, prompt in zip(starts, prompts, strict=True)],
+            dtype=self.llm.llm_engine.model_config.dtype,
+        )
+        edits = shift_edits(edits, starts)
+        plan_programs(edits, limit=self._max_programs)
+        return _Call(prompts, edits, starts, columns)
 
     def _generate(
-        self, prompts: Sequence[list[int]], keys: Sequence[str], k: int, **sampling: Any
+        self,
+        prompts: Sequence[list[int]],
+        keys: Sequence[str],
+        k: int,
+        stop_token_ids: Sequence[int] = (),
+        **sampling: Any,
     ) -> list[Any]:
         from vllm import SamplingParams
 
@@ -129,22 +194,42 @@ class VLLMDriver:
                 temperature=0.0,
                 ignore_eos=True,
                 detokenize=False,
+                stop_token_ids=list(stop_token_ids),
                 extra_args={REQUEST_KEY: key},
                 **sampling,
             )
             for key in keys
         ]
         outputs = internals.generate(self.llm, prompts, params)
-        if len(outputs) != len(prompts) or any(len(o.outputs[0].token_ids) != k for o in outputs):
+
+        def whole(tokens: Sequence[int]) -> bool:
+            return len(tokens) == k or (0 < len(tokens) < k and tokens[-1] in stop_token_ids)
+
+        if len(outputs) != len(prompts) or not all(whole(o.outputs[0].token_ids) for o in outputs):
             got = [len(o.outputs[0].token_ids) for o in outputs]
             msg = f"{len(prompts)} prompts were to give {k} tokens each; the engine returned {got}"
             raise CaptureError(msg)
         return outputs
 
-    def _collect(self, names: list[str], keys: list[str], lengths: list[int]) -> dict[str, torch.Tensor]:
-        """Read every rank's captures and join them per request."""
+    def _collect(
+        self, names: list[str], keys: list[str], lengths: list[int]
+    ) -> dict[str, list[torch.Tensor]]:
+        """Captured rows per request: hook → one (n, width) each.
+
+        A hook's first call reads every replica and verifies the layout; later ones read one.
+        """
         expected = dict(zip(keys, lengths, strict=True))
-        by_rank = self.llm.collective_rpc("tl_read_batched_captures", args=(names, expected))
+        fresh = [name for name in names if name not in self.layout.served]
+        by_rank = [
+            {key: {name: decode_tensor(one) for name, one in hooks.items()} for key, hooks in rank.items()}
+            for rank in internals.call_workers(
+                self.llm, "tl_read_batched_captures", args=(names, expected, bool(fresh))
+            )
+        ]
+        if fresh:
+            verify_layout(
+                self.layout, fresh, by_rank, internals.call_workers(self.llm, "tl_fires_since_armed")
+            )
         captured = {}
         for name in names:
             rows = []
@@ -153,9 +238,55 @@ class VLLMDriver:
                 if not served:
                     msg = f"{name} never fired for request {keys.index(key)}: it is installed, but no forward ran it"
                     raise CaptureError(msg)
-                rows.append(decode_tensor(served[0]))
-            captured[name] = pad_rows(rows)
+                rows.append(served[0])
+            captured[name] = rows
         return captured
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank serves what, as far as it has been seen; hooks are verified on their first capture."""
+        return Layout([Place(*place) for place in internals.call_workers(self.llm, "tl_place")])
+
+    def _emitted(self, keys: list[str], lengths: list[int]) -> list[torch.Tensor]:
+        """Rows of the final norm with its weight in, one (n, width) per request."""
+        expected = dict(zip(keys, lengths, strict=True))
+        by_rank = internals.call_workers(self.llm, "tl_read_emitted", args=(FINAL_NORM, expected))
+        holder = next((rank for rank in by_rank if rank), None)
+        if holder is None or any(key not in holder for key in keys):
+            msg = f"{FINAL_NORM} never fired, so there is nothing to make logits of"
+            raise CaptureError(msg)
+        return [decode_tensor(holder[key]) for key in keys]
+
+    @cached_property
+    def _logits(self) -> SequenceLogits:
+        return self.logits_class(self.llm, self._paths, self.get_param)
+
+    @property
+    def provides_sequence_logits(self) -> bool:
+        """Whether logits cover every position; False where the final norm or the unembedding cannot be reached."""
+        return self._logits.available
+
+    def worker_logits(self, input_ids: Any) -> list[torch.Tensor]:
+        """Logits of every prompt row by the model's own ``compute_logits``, (n_prompt, d_vocab) each, at its dtype."""
+        call = self._plan(input_ids, None, None, 1)
+        keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
+        with self._armed([FINAL_NORM]):
+            self._generate(call.prompts, keys, 1)
+            rows = self._emitted(keys, [len(prompt) for prompt in call.prompts])
+        return [self.compute_logits(one) for one in rows]
+
+    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """The engine's own logits of post-weight final-norm rows (n, width): (n, d_vocab) at its dtype.
+
+        Raises:
+            CaptureError: no rank gave any.
+        """
+        by_rank = internals.call_workers(self.llm, "tl_compute_logits", args=(encode_tensor(rows),))
+        logits = next((decode_tensor(one) for one in by_rank if one is not None), None)
+        if logits is None:
+            msg = "no rank computes logits"
+            raise CaptureError(msg)
+        return logits[:, : self._vocab_size]
 
     def raw_logits(
         self, input_ids: Any, max_new_tokens: int = 1, capture: Sequence[str] = ()
@@ -171,13 +302,13 @@ class VLLMDriver:
 
         prompts = check_prompts(
             input_ids,
-            vocab_size=int(self.hf_config.vocab_size),
+            vocab_size=self._vocab_size,
             max_len=self.max_model_len,
             new_tokens=max_new_tokens,
         )
         names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
         with self._armed(names):
-            logits = read_raw_logits(self.llm, prompts, int(self.hf_config.vocab_size), max_new_tokens)
+            logits = read_raw_logits(self.llm, prompts, self._vocab_size, max_new_tokens)
         wanted = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
         if [len(rows) for rows in logits] != wanted:
             msg = f"logits of {wanted} positions were asked for, the engine gave {[len(rows) for rows in logits]}"
@@ -190,23 +321,11 @@ class VLLMDriver:
         if not names:
             yield
             return
-        self.llm.collective_rpc("tl_reset_capture_flags", args=(names,))
+        internals.call_workers(self.llm, "tl_reset_capture_flags", args=(names,))
         try:
             yield
         finally:
-            self.llm.collective_rpc("tl_reset_accumulators")
-
-    def _edits(self, intervene: Any, lengths: Sequence[int]) -> list[tuple[Edit, ...]]:
-        """Read and check specs as the workers will, before anything is sent."""
-        edits = parse_interventions(
-            intervene,
-            widths=self._widths,
-            nonfireable=self.non_fireable_hook_points,
-            lengths=lengths,
-            dtype=self.llm.llm_engine.model_config.dtype,
-        )
-        plan_programs(edits, limit=self._max_programs)
-        return edits
+            internals.call_workers(self.llm, "tl_reset_accumulators")
 
     @contextlib.contextmanager
     def _edited(self, edits: dict[str, tuple[Edit, ...]]) -> Iterator[None]:
@@ -219,7 +338,7 @@ class VLLMDriver:
         if not specs:
             yield
             return
-        self.llm.collective_rpc("tl_set_batched_interventions", args=(specs,))
+        internals.call_workers(self.llm, "tl_set_batched_interventions", args=(specs,))
         try:
             before = self.fires()
             yield
@@ -234,18 +353,31 @@ class VLLMDriver:
                 msg = f"{', '.join(silent)} never fired: the edits there were not applied"
                 raise CaptureError(msg)
         finally:
-            self.llm.collective_rpc("tl_set_batched_interventions", args=({},))
+            internals.call_workers(self.llm, "tl_set_batched_interventions", args=({},))
 
     def get_param(self, name: str) -> torch.Tensor | None:
-        """A parameter by the engine's dot path, from the first rank that has it; None where none has."""
-        for payload in self.llm.collective_rpc("tl_get_param", args=(name,)):
-            if payload is not None:
-                return decode_tensor(payload)
-        return None
+        """A parameter by the engine's dot path, or None where no rank has it.
+
+        Vocabulary shards are joined and their padding rows cut.
+
+        Raises:
+            UsageError: a linear layer's weight that tensor parallelism has split.
+            CaptureError: the ranks' shards do not make up the vocabulary.
+        """
+        found = [
+            one for one in internals.call_workers(self.llm, "tl_get_param", args=(name,)) if one is not None
+        ]
+        shards = [(int(one["start"]), decode_tensor(one)) for one in found if "start" in one]
+        if shards:
+            return assemble_vocabulary(shards, self._vocab_size)
+        if any(one.get("split") for one in found):
+            msg = f"{name} is split over {len(found)} ranks and fused with others in each part; it is not put together"
+            raise UsageError(msg)
+        return decode_tensor(found[0]) if found else None
 
     def fires(self) -> list[dict[str, int]]:
         """Fires per hook, one dict per rank."""
-        counters: list[dict[str, int]] = self.llm.collective_rpc("tl_read_counter")
+        counters: list[dict[str, int]] = internals.call_workers(self.llm, "tl_read_counter")
         return counters
 
     def close(self) -> None:
@@ -255,8 +387,11 @@ class VLLMDriver:
             internals.shut_down(self.llm)
 
 
-def _refuse_unbuilt(**features: Any) -> None:
-    for name, value in features.items():
-        if value is not None:
-            msg = f"{name} is not built yet in this release of the harness; leave it out"
-            raise NotImplementedError(msg)
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: what is sent, and where its rows belong in the padded batch."""
+
+    prompts: list[list[int]]
+    edits: list[tuple[Edit, ...]]
+    starts: list[int]
+    columns: int

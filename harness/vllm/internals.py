@@ -6,9 +6,10 @@ Each function names what it relies on; when a release moves it, the error raised
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import EngineError, UsageError
+from harness.errors import CaptureError, EngineError, HarnessError, UsageError
 from harness.vllm.accumulator import StepRows
 
 if TYPE_CHECKING:
@@ -21,16 +22,20 @@ __all__ = [
     "abort_all",
     "activation_dtype",
     "base_worker_class",
+    "call_workers",
     "compute_logits",
     "extract_hf_config",
     "finished_requests",
     "generate",
     "instrument_runner",
     "is_pp_missing_layer",
+    "is_split",
     "is_traced",
     "logits_processor",
     "model_of",
     "patch_engine_config",
+    "place_of",
+    "prepare_stage_input",
     "request_extra_args",
     "resolve_dot_path",
     "runner_name",
@@ -46,6 +51,10 @@ _WORKERS = {
     "cuda": "vllm.v1.worker.gpu_worker.Worker",
     "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
 }
+
+
+#: vLLM's sentence around what a worker process raised.
+_WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
 
 
 def _moved(what: str) -> EngineError:
@@ -247,6 +256,14 @@ def vocabulary_rows(module: Any) -> tuple[int, int] | None:
         raise _moved("VocabParallelEmbedding.shard_indices.org_vocab_start_index") from error
 
 
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is one rank's part of a larger one (linear layers have ``output_dim``, ``input_dim``)."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    marked = any(getattr(parameter, name, None) is not None for name in ("output_dim", "input_dim"))
+    return marked and get_tp_group().world_size > 1
+
+
 def logits_processor(model: Any) -> dict[str, Any] | None:
     """Soft-cap and scale of a model's ``logits_processor``, None where the model has no such module."""
     processor = getattr(model, "logits_processor", None)
@@ -269,8 +286,37 @@ def compute_logits(worker: Any, hidden: torch.Tensor) -> torch.Tensor | None:
     from vllm.config import set_current_vllm_config
 
     with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
-        logits: torch.Tensor | None = model_of(worker).compute_logits(hidden)
+        model: Any = model_of(worker)
+        logits: torch.Tensor | None = model.compute_logits(hidden)
     return logits
+
+
+def place_of(worker: Any) -> tuple[int, int]:
+    """Pipeline stage and tensor-parallel rank of a worker (``get_pp_group``, ``get_tp_group``)."""
+    del worker  # the groups are this process' own
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def prepare_stage_input(worker: Any) -> None:
+    """Give a later pipeline stage the buffers its input is received into.
+
+    vLLM makes them in its first dummy run, and an eager engine on CPU has none
+    (``model_runner.intermediate_tensors``, ``model.make_empty_intermediate_tensors``).
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", None) is not None:
+        return
+    model: Any = model_of(worker)
+    try:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=step_budget(worker), dtype=activation_dtype(worker), device=worker.device
+        )
+    except AttributeError as error:
+        raise _moved(f"make_empty_intermediate_tensors ({error})") from error
 
 
 def is_traced(worker: Any) -> bool:
@@ -282,6 +328,22 @@ def activation_dtype(worker: Any) -> torch.dtype:
     """The dtype activations are computed in (``model_config.dtype``)."""
     dtype: torch.dtype = worker.vllm_config.model_config.dtype
     return dtype
+
+
+def call_workers(llm: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    """Call an RPC method of the capture worker on every rank (``LLM.collective_rpc``): one answer per rank.
+
+    Raises:
+        CaptureError: what a worker in a process of its own raised. vLLM passes on its text alone, inside a sentence.
+    """
+    try:
+        answers: list[Any] = llm.collective_rpc(method, args=args)
+    except RuntimeError as error:
+        told = _WORKER_FAILED.search(str(error))
+        if told is None or isinstance(error, HarnessError):
+            raise
+        raise CaptureError(told[1]) from error
+    return answers
 
 
 def abort_all(llm: Any) -> None:

@@ -33,20 +33,9 @@ def configure(
     """
     global _configured  # noqa: PLW0603 - one configuration per process is the plugin's contract
     del enable_batching, enable_position_interventions
-    from harness import points
-
-    taps = tuple(
-        TapSpec(
-            name,
-            path,
-            width,
-            divisor=f"{path}.weight" if name == points.FINAL_NORM else "",
-            sums=points.HookPoint.parse(name).template == points.BLOCK_OUT,
-        )
-        for name, (path, width) in capture_specs.items()
-    )
+    taps = tuple(TapSpec(name, path, width) for name, (path, width) in capture_specs.items())
     _configured = {
-        "spec": HarnessSpec(taps),
+        "spec": HarnessSpec(taps, bare=True),
         "max_num_batched_tokens": max_num_batched_tokens,
         "dtype": str(dtype).removeprefix("torch."),
     }

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.conventions import safe_divisor
-from harness.errors import UsageError
+from harness.conventions import Emission
+from harness.errors import EngineError, UsageError
+from harness.vllm import internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "Tap",
     "TapSet",
     "edit",
+    "emission_of",
     "emit",
     "emitted_rows",
     "install_taps",
@@ -96,7 +98,9 @@ def edit(module: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     changed = getattr(module, _ACTIVE).index_select(0, program).unsqueeze(-1)
     scale = getattr(module, _SCALE).index_select(0, program).unsqueeze(-1)
     bias = getattr(module, _BIAS).index_select(0, program)
-    edited = (rows.to(scale.dtype) * scale + bias).to(rows.dtype)
+    wide = rows.to(scale.dtype)
+    # Where nothing is kept of a row, nothing of it may matter: an infinity times zero would be NaN.
+    edited = torch.where(scale == 0, bias, wide * scale + bias).to(rows.dtype)
     return torch.where(changed, edited, rows), changed
 
 
@@ -124,7 +128,7 @@ class Tap:
         module: the hooked module.
         rows: (max_tokens + 1, width) at the module's dtype; the last row is where unwanted rows go.
         fires: int64 scalar, forwards this hook took part in, counted inside the graph.
-        divisor: (width,) or None, see :class:`~harness.vllm.overlays.TapSpec`.
+        emission: how the canonical value lies in what the module emits.
         active: (programs + 1,) bool, whether a program edits here.
         scale: (programs + 1,) fp32.
         bias: (programs + 1, width) fp32, of the emitted value.
@@ -134,19 +138,16 @@ class Tap:
     module: nn.Module
     rows: torch.Tensor
     fires: torch.Tensor
-    divisor: torch.Tensor | None
+    emission: Emission
     active: torch.Tensor
     scale: torch.Tensor
     bias: torch.Tensor
     handle: Any
 
     def load(self, program: int, edit: Edit) -> None:
-        """Let ``program`` do ``edit`` here: canonical c · scale + bias is e · scale + bias · weight as emitted."""
-        bias = edit.bias.to(self.bias.device).expand(self.spec.width)
-        if self.divisor is not None:
-            bias = bias * safe_divisor(self.divisor, torch.float32).to(bias.device)
+        """Let ``program`` do ``edit`` here, as the affine map of emitted values that it is of canonical ones."""
         self.scale[program] = edit.scale
-        self.bias[program] = bias
+        self.bias[program] = self.emission.bias(edit.scale, edit.bias.to(self.bias.device))
         self.active[program] = True
 
     def remove(self) -> None:
@@ -249,8 +250,31 @@ class TapSet:
         self.taps.clear()
 
 
+def emission_of(model: nn.Module, tap: TapSpec) -> Emission:
+    """How the module of ``tap`` emits its value, with the parameters and numbers of this model.
+
+    Raises:
+        EngineError: the model lacks one of them.
+    """
+
+    def held(path: str) -> Any:
+        found = internals.resolve_dot_path(model, path) if path else None
+        if path and found is None:
+            msg = f"{tap.name}: this model has no {path}, so what it emits cannot be made canonical"
+            raise EngineError(msg)
+        return found
+
+    factor = held(tap.factor)
+    return Emission(
+        weight=held(tap.divisor),
+        plus_one=tap.plus_one,
+        offset=held(tap.offset),
+        factor=1.0 if factor is None else float(factor),
+    )
+
+
 def install_taps(
-    modules: Sequence[tuple[TapSpec, nn.Module | None, torch.Tensor | None]],
+    modules: Sequence[tuple[TapSpec, nn.Module | None, Emission]],
     *,
     max_tokens: int,
     max_programs: int,
@@ -261,18 +285,24 @@ def install_taps(
     """Install a tap on each module that this rank holds; the others are listed in ``absent``.
 
     Args:
-        modules: spec, its module (None where another rank holds it) and its divisor parameter.
+        modules: spec, its module (None where another rank holds it) and how that emits the value.
         max_tokens: most tokens one step schedules.
         max_programs: distinct combinations of edits one call may use.
         dtype: the model's activation dtype.
         device: where the model lives.
         hook: what runs after each module.
+
+    Raises:
+        EngineError: two taps on one module.
     """
     taps = TapSet(max_tokens, max_programs, device)
-    for spec, module, divisor in modules:
+    for spec, module, emission in modules:
         if module is None:
             taps.absent.append(spec.name)
             continue
+        if _ROWS in module._buffers:
+            msg = f"{spec.name}: its module {spec.path} has a tap already, and can have only one"
+            raise EngineError(msg)
         own = {
             _ROWS: torch.zeros((max_tokens + 1, spec.width), dtype=dtype, device=device),
             _FIRES: torch.zeros((), dtype=torch.int64, device=device),
@@ -289,7 +319,7 @@ def install_taps(
             module,
             own[_ROWS],
             own[_FIRES],
-            divisor,
+            emission,
             own[_ACTIVE],
             own[_SCALE],
             own[_BIAS],

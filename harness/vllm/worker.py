@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import EngineError
+from harness.conventions import Emission
 from harness.vllm import internals
+from harness.vllm.overlays import get_overlay
 from harness.vllm.spec import HarnessSpec
-from harness.vllm.taps import TapSet, install_taps, tap_hook
+from harness.vllm.taps import TapSet, emission_of, install_taps, tap_hook
 from harness.vllm.worker_extension import TLWorkerExtension
 
 __all__ = ["WORKER_CLASS", "CaptureWorker"]
@@ -32,6 +33,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then install: late enough for every module to exist, early enough to be compiled."""
         super().load_model(*args, **kwargs)
+        internals.prepare_stage_input(self)
         spec = self.harness_spec()
         if spec is None:
             return
@@ -44,21 +46,16 @@ class CaptureWorker(TLWorkerExtension, _Base):
 
     def install(self, spec: HarnessSpec) -> TapSet:
         """Resolve each tap's module on this rank and hook it."""
+        if spec.bare:
+            architecture = self.vllm_config.model_config.hf_config.architectures[0]
+            spec = spec.completed(get_overlay(architecture))
         model = internals.model_of(self)
-        resolved = [
-            (
-                tap,
-                internals.resolve_dot_path(model, tap.path),
-                internals.resolve_dot_path(model, tap.divisor) if tap.divisor else None,
-            )
-            for tap in spec.taps
-        ]
-        for tap, module, divisor in resolved:
-            if tap.divisor and module is not None and divisor is None:
-                msg = f"{tap.name}: this model has no parameter {tap.divisor}, so it cannot be divided out"
-                raise EngineError(msg)
+        modules = [internals.resolve_dot_path(model, tap.path) for tap in spec.taps]
         return install_taps(
-            resolved,
+            [
+                (tap, module, Emission() if module is None else emission_of(model, tap))
+                for tap, module in zip(spec.taps, modules, strict=True)
+            ],
             max_tokens=internals.step_budget(self),
             max_programs=spec.max_programs,
             dtype=internals.activation_dtype(self),

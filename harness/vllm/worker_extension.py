@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from harness.conventions import divide_weight
 from harness.errors import CaptureError
 from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
@@ -169,18 +168,32 @@ class TLWorkerExtension(ParameterExtension):
         self._ranges = {}
         self._installed().clear_edits()
 
+    def tl_step_stats(self) -> dict[str, int]:
+        """Forwards since the captures were armed, and how many rows were computed again (after preemption)."""
+        again = 0
+        for shares in self._accumulator.shares.values():
+            covered = 0
+            for _, share in shares:
+                again += max(0, min(covered, share.start + share.count) - share.start)
+                covered = max(covered, share.start + share.count)
+        return {"steps": self._steps_since_arm, "recomputed_rows": again}
+
     def tl_tap_bytes(self) -> dict[str, int]:
         """Bytes this rank's taps hold, see :attr:`TapSet.nbytes`."""
         return self._installed().nbytes
 
     def tl_read_batched_captures(
-        self, names: list[str] | None = None, rows: dict[str, int] | None = None
+        self,
+        names: list[str] | None = None,
+        rows: dict[str, int] | None = None,
+        replicas: bool = True,
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """Captures per request, keyed by the driver's key where the request carried one, else by the engine's id.
 
         Args:
             names: hooks to read; all armed ones by default.
             rows: key → rows it must have; by default as many as were captured.
+            replicas: whether ranks send what the first of their tensor-parallel group sends too.
 
         Returns:
             key → hook → encoded (seq, width) at the engine's dtype, canonical. Points this rank holds but never ran
@@ -191,6 +204,8 @@ class TLWorkerExtension(ParameterExtension):
         """
         served = self._served(names)
         captures: dict[str, dict[str, dict[str, Any]]] = {}
+        if not replicas and internals.place_of(self)[1] > 0:
+            return captures
         for request in self._accumulator.shares:
             key = self._keys.get(request, request)
             if rows is not None and key not in rows:
@@ -222,9 +237,9 @@ class TLWorkerExtension(ParameterExtension):
     def tl_read_emitted(self, name: str, rows: dict[str, int]) -> dict[str, dict[str, Any]]:
         """Rows of one hook as its module emitted them, not made canonical: key → encoded (n, width).
 
-        Empty where this rank does not hold the hook, or never ran it.
+        Empty where this rank does not hold the hook, never ran it, or is not the first of its tensor-parallel group.
         """
-        if name not in self._served([name]):
+        if name not in self._served([name]) or internals.place_of(self)[1] > 0:
             return {}
         requests = {self._keys.get(request, request): request for request in self._accumulator.shares}
         return {
@@ -236,8 +251,7 @@ class TLWorkerExtension(ParameterExtension):
     def read_rows(self, request: str, name: str, n_rows: int | None) -> torch.Tensor:
         """One request's canonical rows at one hook, (n_rows, width)."""
         rows = self._accumulator.read(request, name, n_rows)
-        divisor = self._installed().taps[name].divisor
-        return rows if divisor is None else divide_weight(rows, divisor)
+        return self._installed().taps[name].emission.canonical(rows)
 
     def _served(self, names: list[str] | None) -> list[str]:
         """Armed hooks that took part in every step; a hook that fired in none is not served, in some is an error."""
@@ -254,6 +268,16 @@ class TLWorkerExtension(ParameterExtension):
                 raise CaptureError(msg)
             served.append(name)
         return served
+
+    def tl_place(self) -> tuple[int, int]:
+        """This rank's pipeline stage and its rank inside the stage's tensor-parallel group."""
+        return internals.place_of(self)
+
+    def tl_fires_since_armed(self) -> dict[str, int]:
+        """Forwards per hook since the captures were armed."""
+        return {
+            name: count - self._fires_at_arm.get(name, 0) for name, count in self.tl_read_counter().items()
+        }
 
     def tl_read_counter(self) -> dict[str, int]:
         """Fires per hook since boot or the last reset: one per hook per forward, counted inside the graph."""

@@ -26,7 +26,7 @@ class ParameterExtension:
             return None
         rows = internals.vocabulary_rows(internals.resolve_dot_path(model, name.rpartition(".")[0]))
         if rows is None:
-            return encode_tensor(found)
+            return {**encode_tensor(found), "split": internals.is_split(found)}
         begin, end = rows
         return {**encode_tensor(found[: end - begin]), "start": begin}
 
@@ -36,6 +36,8 @@ class ParameterExtension:
 
     def tl_compute_logits(self, rows: dict[str, Any]) -> dict[str, Any] | None:
         """The model's own logits of post-weight rows (n, width), encoded (n, d_vocab); None on ranks that get none."""
+        if internals.logits_processor(internals.model_of(self)) is None:
+            return None
         hidden = decode_tensor(rows).to(device=self.device, dtype=internals.activation_dtype(self))  # type: ignore[attr-defined]
         logits = internals.compute_logits(self, hidden)
         return None if logits is None else encode_tensor(logits)

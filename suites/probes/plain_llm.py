@@ -10,6 +10,7 @@ import os
 import sys
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], list(range(20, 60))]
 KWARGS = {
@@ -17,7 +18,6 @@ KWARGS = {
     "max_model_len": 128,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 1 << 28,
     "logprobs_mode": "raw_logits",
     "max_logprobs": -1,
 }
@@ -58,7 +58,7 @@ def main():
     before = plain(path, eager)
     found["before"] = look(before)
     bridge = boot_vllm(path, enable_batching=eager, **KWARGS)
-    result = bridge.forward(PROMPTS, capture=["blocks.1.hook_out"])
+    result = bridge.driver.forward(PROMPTS, capture=["blocks.1.hook_out"], return_logits=False)
     found["captured"] = result.captured["blocks.1.hook_out"].abs().sum().item()
     found["beside"] = look(before)
     bridge.close()

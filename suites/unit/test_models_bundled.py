@@ -1,4 +1,4 @@
-"""The bundled recipes: tiny-llama gives the same bytes everywhere, SmolLM2 is the trained model.
+"""The bundled recipes: the tiny models give the same bytes everywhere, SmolLM2 is the trained model.
 
 SmolLM2 alone uses the real cache.
 """
@@ -15,17 +15,40 @@ import pytest
 
 from harness.errors import UsageError
 from harness.models import has_tokenizer, load_config, resolve, smollm2
-from harness.models.tiny import TINY_LLAMA, values
+from harness.models.tiny import TINY_LLAMA, TINY_MODELS, TinyModel, values
+from harness.plan import DEFAULT_MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PreTrainedModel
 
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# --- tiny-llama --------------------------------------------------------------------------------------------
+# --- the tiny models ---------------------------------------------------------------------------------------
+
+#: SHA-256 of the weights; a change here changes every verdict on that model, so it must raise `recipe_version`.
+WEIGHTS = {
+    "tiny-llama": (1, "2286d1b0e13a88c78c03d13bbaa1656771ada48f5c725e74f14400dc7cf3bed5"),
+    "tiny-llama-tied": (1, "9b03b8a18f3dda33213d6dc2a0167f976a2ba1dd1b0a1d7ff28b8203ebb18333"),
+    "tiny-gemma2": (1, "902ae78ad5f72a0238c47056b351998615038e4035ffb2f25080db51d9ecf71d"),
+    "tiny-granite": (1, "afa9b0ac3aaa67008067d45abaf287939c521017433b4bb77a835066dc3c4b03"),
+    "tiny-gptj": (1, "360a14d9aae9b645363921255d484b90e2ce1573d2b7a5df1856896a00e21fa4"),
+}
+tiny = pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+
+
+@pytest.fixture(scope="module")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each tiny model, built outside any cache."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    for model in TINY_MODELS:
+        (root / model.name).mkdir()
+        model.build(root / model.name)
+    return {model.name: root / model.name for model in TINY_MODELS}
 
 
 def test_tiny_llama_is_the_same_bytes_every_time(tiny_folder: Path, tmp_path: Path) -> None:
@@ -34,14 +57,31 @@ def test_tiny_llama_is_the_same_bytes_every_time(tiny_folder: Path, tmp_path: Pa
         assert sha256(tmp_path / name) == sha256(tiny_folder / name)
 
 
-def test_tiny_llama_is_the_same_weights_on_every_machine(tiny_folder: Path) -> None:
-    """Pinned: a change here changes every tiny verdict, so it must raise `recipe_version`."""
-    expected = "2286d1b0e13a88c78c03d13bbaa1656771ada48f5c725e74f14400dc7cf3bed5"
-    assert (TINY_LLAMA.recipe_version, sha256(tiny_folder / "model.safetensors")) == (1, expected)
+@tiny
+def test_weights_are_the_same_on_every_machine(tiny: TinyModel, tiny_folders: dict[str, Path]) -> None:
+    version, expected = WEIGHTS[tiny.name]
+    assert tiny.recipe_version == version
+    assert sha256(tiny_folders[tiny.name] / "model.safetensors") == expected
 
 
-def test_tiny_llama_ships_what_its_source_says(tiny_folder: Path) -> None:
-    assert has_tokenizer(tiny_folder) is resolve("tiny-llama").has_tokenizer
+@tiny
+def test_each_ships_what_its_source_says(tiny: TinyModel, tiny_folders: dict[str, Path]) -> None:
+    source = resolve(tiny.name)
+    assert has_tokenizer(tiny_folders[tiny.name]) is source.has_tokenizer
+    assert tiny.family in source.description
+    config = load_config(tiny_folders[tiny.name])
+    assert config.architectures == [f"{tiny.family}ForCausalLM"]
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 4, 2)
+    assert (config.vocab_size, config.max_position_embeddings) == (259, 512)
+    assert config.tie_word_embeddings is tiny.tied
+    for name, value in tiny.extra.items():
+        assert getattr(config, name) == value
+    # The window must play no part: it is another convention, which nothing here is about.
+    assert getattr(config, "sliding_window", None) is None or config.sliding_window > 512
+
+
+def test_a_run_covers_none_of_the_other_families_unless_asked() -> None:
+    assert {model.name for model in TINY_MODELS} & set(DEFAULT_MODELS) == {"tiny-llama"}
 
 
 def test_values_depend_on_the_key_alone() -> None:
@@ -55,26 +95,73 @@ def test_values_depend_on_the_key_alone() -> None:
     assert abs(first.std() - 3**-0.5) < 0.02
 
 
-def test_tiny_llama_computes_something_worth_comparing(tiny_folder: Path) -> None:
+def load(folder: Path, **changes: object) -> PreTrainedModel:
+    """At fp32 with plain attention, some of its config changed."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+    )
+    return model
+
+
+@tiny
+def test_each_computes_something_worth_comparing(tiny: TinyModel, tiny_folders: dict[str, Path]) -> None:
+    import torch
+
     ids = torch.arange(64)[None] * 4
+    model = load(tiny_folders[tiny.name])
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
     spread = out.logits.std(-1)
     assert 1.0 < spread.min() < spread.max() < 6.0, "logits must be neither flat nor one-hot"
-    assert out.logits.argmax(-1).unique().numel() > 20, "one token must not win everywhere"
+    best = out.logits.argmax(-1)
+    assert best.unique().numel() > 12, "one token must not win everywhere"
+    assert (best == ids).float().mean() < 0.3, "a row must not repeat its own token"
     sizes = [hidden.pow(2).mean().sqrt() for hidden in out.hidden_states[:-1]]
     assert all(after > 1.1 * before for before, after in itertools.pairwise(sizes)), (
         "every block must change the residual stream"
     )
-    norms = [value for name, value in model.named_parameters() if name.endswith("norm.weight")]
-    assert len(norms) == 2 * 4 + 1
-    for weight in norms:
-        assert weight.min() < 0.7, "a norm weight left out must show"
-        assert weight.max() > 1.3, "a norm weight left out must show"
+    parameters = dict(model.named_parameters())
+    norms = {
+        name: value for name, value in parameters.items() if name.endswith(("norm.weight", "ln_1.weight"))
+    }
+    assert len(norms) >= 4
+    for name, weight in norms.items():
+        centre = 0.0 if any(part in name for part in tiny.zero_norms) else 1.0
+        assert weight.min() < centre - 0.3, "a norm weight left out must show"
+        assert weight.max() > centre + 0.3, "a norm weight left out must show"
+    biases = [value for name, value in parameters.items() if name.endswith("bias")]
+    assert len(biases) == (4 * 3 + 2 if tiny.family == "GPTJ" else 0)
+    assert all(value.abs().max() > 0.4 for value in biases)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "without"),
+    [
+        ("tiny-gemma2", "final_logit_softcapping", None),
+        ("tiny-gemma2", "attn_logit_softcapping", None),
+        ("tiny-granite", "embedding_multiplier", 1.0),
+        ("tiny-granite", "residual_multiplier", 1.0),
+        ("tiny-granite", "attention_multiplier", 32**-0.5),
+        ("tiny-granite", "logits_scaling", 1.0),
+        ("tiny-gptj", "rotary_dim", 32),
+    ],
+)
+def test_what_a_family_adds_shows(
+    tiny_folders: dict[str, Path], name: str, setting: str, without: object
+) -> None:
+    """Left out, it moves the logits by much more than any rounding."""
+    import torch
+
+    ids = torch.arange(64)[None] * 4
+    with torch.no_grad():
+        own, other = (load(tiny_folders[name], **changes)(ids).logits for changes in ({}, {setting: without}))
+    assert (own - other).norm() > 0.05 * own.norm()
 
 
 # --- smollm2-135m ------------------------------------------------------------------------------------------

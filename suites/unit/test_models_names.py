@@ -12,7 +12,14 @@ from harness.models import bundled, resolve
 
 def test_bundled_names_are_unique_and_resolve_without_building(own_cache: Path) -> None:
     names = [source.name for source in bundled()]
-    assert names == ["smollm2-135m", "tiny-llama"]
+    assert names == [
+        "smollm2-135m",
+        "tiny-llama",
+        "tiny-llama-tied",
+        "tiny-gemma2",
+        "tiny-granite",
+        "tiny-gptj",
+    ]
     for name in names:
         assert resolve(name).kind == "bundled"
         assert resolve(name).description

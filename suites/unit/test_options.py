@@ -17,7 +17,14 @@ SUITE = "suites/test_activations.py"
         (["--dtype", "int8"], "--dtype 'int8' is not known"),
         (["--profile", "smok"], "--profile 'smok' is not known"),
         (["--topology", "tp0"], "topology 'tp0' is not of the form"),
-        (["--topology", "tp2", "--model", "tiny-llama"], "tensor_parallel_size=2"),
+        (
+            ["--topology", "tp3", "--model", "tiny-llama"],
+            "tensor_parallel_size=3 does not divide the 2 attention heads",
+        ),
+        (
+            ["--topology", "pp5", "--model", "tiny-llama"],
+            "pipeline_parallel_size=5 is more than the model's 4 layers",
+        ),
         (["--backend", "vlm", "--model", "tiny-llama"], "no backend 'vlm' is installed"),
         (["--report-dir", "LICENSE/below", "--model", "tiny-llama"], "LICENSE/below"),
     ],
@@ -67,3 +74,18 @@ def test_no_vllm_is_said_with_the_install_line(pytestconfig, tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "vLLM is not installed" in done.stdout + done.stderr
     assert "pip install 'vllm-parity[cpu]'" in done.stdout + done.stderr
+
+
+def test_a_run_that_every_test_was_narrowed_out_of_is_not_green(pytestconfig, tmp_path):
+    """Tests that are for other engines than this plan has: nothing ran, and the exit code says so."""
+    command = [sys.executable, "-m", "pytest", "suites/test_supervision.py", "-p", "no:cacheprovider", "-q"]
+    done = subprocess.run(
+        [*command, "--model", "smollm2-135m", "--report-dir", str(tmp_path)],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+    assert "nothing ran" in done.stdout

@@ -223,6 +223,26 @@ def test_the_model_goes_on_from_the_edited_value(models, clean, name: str, hook:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_final_norm_rounds_once(models, clean, name: str, spec: str) -> None:
+    """To divide by the weight, to edit and to multiply it back: each of three roundings would show."""
+    model, outputs = models[name], []
+    norm = model.model.norm
+    with capturing(model, [], at(FINAL_NORM, spec, [1, 7])):
+        handle = norm.register_forward_hook(lambda _module, _args, output: outputs.append(output[0]))
+        try:
+            forward_logits(model, IDS)
+        finally:
+            handle.remove()
+    with exact_forward(model.dtype):
+        emitted = norm(clean[name].captured[POINTS[-2]][0][None])[0]
+        wanted = ByHand(model, clean[name]).edited(FINAL_NORM, SPECS[spec], [1, 7], emitted=emitted)
+    assert torch.equal(outputs[0], wanted)
+    others = [i for i in range(N) if i not in {1, 7}]
+    assert same_bits(outputs[0][others], emitted[others])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_several_edits_act_in_the_order_of_the_forward(models, name: str) -> None:
     """Each replaces what the ones before it have led to, whatever order they are given in."""
     specs = {
@@ -504,6 +524,7 @@ class TestBackend:
     def test_decode_rows_are_those_of_one_forward(self, backend: ReferenceBackend) -> None:
         """A row that was edited stays edited for the steps after it, as in an engine's cache."""
         specs = {
+            EMBED: {**SPECS["set per channel"], "pos": 2},
             "blocks.1.hook_out": {**SPECS["add per channel"], "pos": [4, N, N + 2]},
             "blocks.2.attn.hook_out": SPECS["scale"],
         }

@@ -17,14 +17,20 @@ __all__ = ["OVERLAYS", "Overlay", "TapSpec", "get_overlay", "known_architectures
 
 @dataclass(frozen=True)
 class TapSpec:
-    """One tap as it travels to the workers: plain strings and ints, so that it can be hashed and sent.
+    """One tap as it travels to the workers: plain strings, numbers and bools, so that it can be hashed and sent.
+
+    What the module emits and the canonical value belong together by ``canonical = (emitted - offset) / divisor ·
+    factor``, see :class:`harness.conventions.Emission`. All three are dot paths from the model's root, so that what
+    counts is what the engine holds; an empty one plays no part.
 
     Attributes:
         name: canonical hook name.
         path: dot path of the module from the model's root.
         width: length of one row.
-        divisor: dot path of a parameter the engine has already multiplied in; the canonical value is the emitted
-            one divided by it (entries below 1e-6 left alone). Empty where the module emits the canonical value.
+        divisor: a parameter the module multiplies in.
+        plus_one: the module multiplies by 1 + that parameter.
+        offset: a parameter the module adds after that.
+        factor: a number or one-element tensor that the model multiplies the module's output by.
         sums: the module may return (delta, residual), and the canonical value is their sum. Whether it does is seen in
             its output, not assumed.
     """
@@ -33,6 +39,9 @@ class TapSpec:
     path: str
     width: int
     divisor: str = ""
+    plus_one: bool = False
+    offset: str = ""
+    factor: str = ""
     sums: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +61,9 @@ class Overlay:
     Attributes:
         architecture: as the checkpoint's ``architectures`` names it.
         embed, block, attn, mlp, norm: dot paths, with ``{i}`` for the block's index.
+        embed_factor: dot path of what the model multiplies the embedding module's output by; empty: it does not.
+        norm_plus_one: the final norm multiplies by 1 + its weight.
+        norm_bias: the final norm adds a bias after its weight.
     """
 
     architecture: str
@@ -60,6 +72,21 @@ class Overlay:
     attn: str = "model.layers.{i}.self_attn"
     mlp: str = "model.layers.{i}.mlp"
     norm: str = "model.norm"
+    embed_factor: str = ""
+    norm_plus_one: bool = False
+    norm_bias: bool = False
+
+    def emission(self, template: str) -> dict[str, Any]:
+        """How a point's module emits its value: fields of :class:`TapSpec`."""
+        if template == points.EMBED:
+            return {"factor": self.embed_factor}
+        if template == points.FINAL_NORM:
+            return {
+                "divisor": f"{self.norm}.weight",
+                "plus_one": self.norm_plus_one,
+                "offset": f"{self.norm}.bias" if self.norm_bias else "",
+            }
+        return {"sums": template == points.BLOCK_OUT}
 
     def taps(self, hf_config: Any) -> list[TapSpec]:
         """Every fireable point of a model, in forward order."""
@@ -74,9 +101,8 @@ class Overlay:
         specs = []
         for name in points.all_points(int(hf_config.num_hidden_layers)):
             point = points.HookPoint.parse(name)
-            divisor = f"{self.norm}.weight" if name == points.FINAL_NORM else ""
             path = paths[point.template].format(i=point.block)
-            specs.append(TapSpec(name, path, width, divisor, sums=point.template == points.BLOCK_OUT))
+            specs.append(TapSpec(name, path, width, **self.emission(point.template)))
         return specs
 
     def capture_specs(self, hf_config: Any) -> dict[str, tuple[str, int]]:
@@ -89,7 +115,25 @@ class Overlay:
 
 
 #: Families whose decoder layer is Llama's in vLLM 0.30 to 0.32: pre-norm, fused residual, RMSNorm with plain weight.
-OVERLAYS = {name: Overlay(name) for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")}
+_LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+_OTHERS = (
+    # Embeddings are scaled by √width outside embed_tokens, by a buffer at the engine's dtype. The branches' own norms
+    # come after attn and mlp, inside the layer.
+    Overlay("Gemma2ForCausalLM", embed_factor="model.normalizer", norm_plus_one=True),
+    # The layer returns the stream itself; the branches are scaled in it, after attn and mlp.
+    Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier"),
+    # Attention and MLP read one LayerNorm's output, and the layer returns the stream.
+    Overlay(
+        "GPTJForCausalLM",
+        embed="transformer.wte",
+        block="transformer.h.{i}",
+        attn="transformer.h.{i}.attn",
+        mlp="transformer.h.{i}.mlp",
+        norm="transformer.ln_f",
+        norm_bias=True,
+    ),
+)
+OVERLAYS = {overlay.architecture: overlay for overlay in (*map(Overlay, _LLAMA_LIKE), *_OTHERS)}
 
 
 def known_architectures() -> list[str]:

@@ -1,0 +1,132 @@
+"""Which rank serves which hook, checked and not trusted: one pipeline stage, each of its tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+__all__ = ["Layout", "Place", "verify_layout"]
+
+#: Replicas are computed by the same sums in another order at most, where they are not copies of each other.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a rank stands."""
+
+    stage: int  #: pipeline stage
+    tensor: int  #: rank inside the stage's tensor-parallel group
+
+    def __str__(self) -> str:
+        return f"pp{self.stage}/tp{self.tensor}"
+
+
+@dataclass
+class Layout:
+    """What has been verified so far.
+
+    Attributes:
+        places: of every rank, in the order the engine numbers them.
+        served: hook → numbers of the ranks that served it.
+        largest: largest difference between replicas, absolute, at which hook.
+        fires: hook → forwards per serving rank in the call it was verified on.
+    """
+
+    places: list[Place]
+    served: dict[str, list[int]] = field(default_factory=dict)
+    largest: tuple[float, str] = (0.0, "")
+    fires: dict[str, list[int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record and the report's drawing."""
+        return {
+            "ranks": [str(place) for place in self.places],
+            "served": self.served,
+            "largest_difference": self.largest[0],
+            "largest_at": self.largest[1],
+            "fires": self.fires,
+        }
+
+
+def verify_layout(
+    layout: Layout,
+    names: Sequence[str],
+    captured: Sequence[Mapping[str, Mapping[str, torch.Tensor]]],
+    fired: Sequence[Mapping[str, int]],
+) -> None:
+    """Check hooks that every rank was asked for, and note what was seen in ``layout``.
+
+    Args:
+        layout: where the ranks stand; filled with what is found.
+        names: hooks.
+        captured: per rank, request key → hook → (n, width); a rank that does not serve a hook lacks it.
+        fired: per rank, hook → forwards since the captures were armed.
+
+    Raises:
+        CaptureError: a hook is not on each rank of exactly one stage, replicas differ, or ran a different number of
+            times; with hook, ranks and the largest difference.
+    """
+    for name in names:
+        ranks = [
+            rank for rank, requests in enumerate(captured) if any(name in one for one in requests.values())
+        ]
+        _check_copies(layout, name, ranks)
+        counts = [int(fired[rank][name]) for rank in ranks]
+        if len(set(counts)) > 1:
+            told = ", ".join(f"{layout.places[r]} {n}" for r, n in zip(ranks, counts, strict=True))
+            msg = f"{name}: its replicas ran a different number of times: {told}"
+            raise CaptureError(msg)
+        layout.served[name] = ranks
+        layout.fires[name] = counts
+        _check_replicas(layout, name, ranks, captured)
+
+
+def _check_copies(layout: Layout, name: str, ranks: Sequence[int]) -> None:
+    here = [str(layout.places[rank]) for rank in ranks]
+    if not ranks:
+        msg = f"{name} never fired on any rank: it is installed, but no forward ran it"
+        raise CaptureError(msg)
+    stages = {layout.places[rank].stage for rank in ranks}
+    if len(stages) > 1:
+        msg = f"{name} is served by {len(stages)} pipeline stages ({', '.join(here)}); it lives on one"
+        raise CaptureError(msg)
+    group = [str(place) for place in layout.places if place.stage in stages]
+    if sorted(here) != sorted(group):
+        missing = ", ".join(sorted(set(group) - set(here)))
+        msg = f"{name} is served by {', '.join(here)} and not by {missing}, which runs the same stage"
+        raise CaptureError(msg)
+
+
+def _check_replicas(
+    layout: Layout,
+    name: str,
+    ranks: Sequence[int],
+    captured: Sequence[Mapping[str, Mapping[str, torch.Tensor]]],
+) -> None:
+    first = ranks[0]
+    for rank in ranks[1:]:
+        for key, hooks in captured[first].items():
+            ours, theirs = hooks[name].double(), captured[rank].get(key, {}).get(name)
+            if theirs is None or theirs.shape != hooks[name].shape:
+                msg = f"{name}: {layout.places[rank]} lacks rows that {layout.places[first]} has"
+                raise CaptureError(msg)
+            gap = (ours - theirs.double()).abs()
+            largest = float(gap.max()) if gap.numel() else 0.0
+            if largest > layout.largest[0]:
+                layout.largest = (largest, name)
+            allowed = TOLERANCE + TOLERANCE * ours.abs()
+            if not bool((gap <= allowed).all()):
+                row = int((gap - allowed).amax(dim=1).argmax())
+                msg = (
+                    f"{name}: replicas differ by up to {largest:.1e} between {layout.places[first]} and "
+                    f"{layout.places[rank]} (row {row} worst); they must agree to {TOLERANCE:g}"
+                )
+                raise CaptureError(msg)

@@ -1,0 +1,46 @@
+"""The library with no suite around it: a bridge on a real engine does what users of TransformerLens expect of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from suites.probes import library
+
+
+@pytest.mark.parity(tokenizer=True, backends=("vllm",), dtypes=("fp32",), smoke={"modes": ("eager",)})
+def test_a_bridge_on_a_real_engine(parity):
+    """Text in, logits, loss, cache, edits and new tokens out; and without the final norm, its fallback and refusals."""
+    done = subprocess.run(
+        [sys.executable, library.__file__, parity.config.path, parity.config.mode],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
+    found = json.loads(lines[0].removeprefix("PROBE "))
+    n = found["prompt"]
+    assert found["cache"] == {
+        f"blocks.{i}.mlp.hook_out": [1, n, parity.width] for i in range(parity.n_layers)
+    }
+    assert found["logits"] == [1, n, parity.vocab_size]
+    assert found["one"] == [None, ["embed.hook_out"]]
+    assert found["same"]
+    assert found["loss"][0] == found["loss"][1] > 0
+    assert found["edit bites"]
+    assert found["clean after"]
+    assert found["generated"].startswith(found["next"])
+    assert found["generated edited"]
+    assert found["norm"] == [parity.width]
+    assert found["missing"] is None
+    assert len(found["warnings"]) == 1
+    assert "ln_final.hook_normalized is not among the installed hook points" in found["warnings"][0]
+    assert found["fallback"] == [20, True]
+    assert len(found["refused"]) == 2
+    assert all("needs logits at every position" in message for message in found["refused"])
+    parity.note("bridge", next_token=found["next"], loss=found["loss"][0], generated=found["generated"])

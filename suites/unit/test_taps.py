@@ -1,0 +1,198 @@
+"""Taps on modules that emit values as the families do: captures and edits are canonical, the rest keeps its bits.
+
+No engine: a module, rows, and the tables a worker would fill. The hook is the one the workers install.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.conventions import Emission
+from harness.errors import EngineError
+from harness.interventions import Plan, parse_interventions
+from harness.models.tiny import TINY_MODELS
+from harness.points import EMBED, FINAL_NORM, all_points
+from harness.vllm.overlays import TapSpec, get_overlay, known_architectures
+from harness.vllm.spec import HarnessSpec
+from harness.vllm.taps import TapSet, emission_of, install_taps
+
+WIDTH, ROWS, MAX = 16, 6, 8
+HOOK = "ln_final.hook_normalized"
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Emits(nn.Module):
+    """Emits canonical rows as a family's module would."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        weight = torch.rand(WIDTH, generator=draw) + 0.5
+        weight[0] = 0.0  # a channel that is not divided
+        if kind == "gemma":
+            weight = weight - 1.0
+        self.weight = nn.Parameter(weight.to(dtype))
+        self.bias = nn.Parameter(torch.randn(WIDTH, generator=draw).to(dtype))
+        self.kind = kind
+
+    @property
+    def emission(self) -> Emission:
+        return {
+            "plain": Emission(),
+            "llama": Emission(self.weight),
+            "gemma": Emission(self.weight, plus_one=True),
+            "layer norm": Emission(self.weight, offset=self.bias),
+            "scaled": Emission(factor=12.0),
+        }[self.kind]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.emission.emitted(rows)
+
+
+KINDS = ["plain", "llama", "gemma", "layer norm", "scaled"]
+CHANNELS = torch.randn(WIDTH, generator=torch.manual_seed(3)).tolist()
+SPECS = {
+    "suppress": {"op": "suppress"},
+    "scale": {"op": "scale", "factor": -1.7},
+    "add a number": {"op": "add", "value": 0.3},
+    "add per channel": {"op": "add", "value": CHANNELS},
+    "set a number": {"op": "set", "value": 0.1},
+    "set per channel": {"op": "set", "value": CHANNELS},
+}
+
+
+def tapped(kind: str, dtype: torch.dtype) -> tuple[Emits, TapSet]:
+    module = Emits(kind, dtype)
+    taps = install_taps(
+        [(TapSpec(HOOK, "norm", WIDTH), module, module.emission)],
+        max_tokens=MAX,
+        max_programs=2,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return module, taps
+
+
+def step(module: Emits, taps: TapSet, rows: torch.Tensor, programs: Any = ()) -> tuple[Any, torch.Tensor]:
+    """What the module returns, and the canonical capture."""
+    taps.open_step(len(rows))
+    taps.edit_step(programs)
+    with torch.no_grad():
+        out = module(rows)
+    taps.close_step()
+    tap = taps.taps[HOOK]
+    return out, tap.emission.canonical(tap.rows[: len(rows)].clone())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_edit_lands_as_the_canonical_value(kind: str, dtype: torch.dtype, spec: str) -> None:
+    module, taps = tapped(kind, dtype)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.manual_seed(5)).to(dtype)
+    clean, before = step(module, taps, rows)
+    [[edit]] = parse_interventions(
+        {HOOK: SPECS[spec]}, widths={HOOK: WIDTH}, nonfireable={}, lengths=[ROWS], dtype=dtype
+    )
+    taps.load(Plan(((edit,),), ()))
+    edited, after = step(module, taps, rows, [(2, 4, 1)])
+
+    others = [0, 1, 4, 5]
+    assert torch.equal(edited[others].view(torch.uint8), clean[others].view(torch.uint8))
+    assert torch.equal(after[others], before[others])
+    wanted = edit.apply(before[2:4].double())
+    # One rounding, of what is emitted, and the capture's own.
+    eps = torch.finfo(dtype).eps
+    emission = module.emission
+    divisor = emission.emitted(wanted * 0 + 1) - emission.emitted(wanted * 0)
+    size = (emission.emitted(wanted).abs() + clean[2:4].double().abs()) / divisor.abs() + wanted.abs()
+    assert bool(((after[2:4].double() - wanted).abs() <= eps * size).all())
+    if spec == "suppress":
+        assert not bool(after[2:4].any())
+    if edit.scale == 0.0:
+        assert torch.equal(after[2:4], emission.read_back(edit.bias, dtype).expand(2, WIDTH))
+    assert torch.equal(module.emission.canonical(edited[2:4]), after[2:4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_emitted_is_rounded_once(kind: str) -> None:
+    """bf16: against the same map in fp64, no value is off by more than half a unit, but for fp32's own rounding."""
+    module, taps = tapped(kind, torch.bfloat16)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.manual_seed(6)).bfloat16()
+    clean, _ = step(module, taps, rows)
+    for spec in SPECS.values():
+        [[edit]] = parse_interventions(
+            {HOOK: spec}, widths={HOOK: WIDTH}, nonfireable={}, lengths=[ROWS], dtype=torch.bfloat16
+        )
+        taps.load(Plan(((edit,),), ()))
+        edited, _ = step(module, taps, rows, [(0, ROWS, 1)])
+        emission = module.emission
+        exact = emission.emitted(edit.apply(emission.canonical(clean.double())))
+        half = torch.finfo(torch.bfloat16).eps / 2
+        size = torch.maximum(exact.abs(), clean.double().abs())
+        assert bool(((edited.double() - exact).abs() <= half * exact.abs() + 2**-22 * (1 + size)).all())
+
+
+# --- specs and overlays ------------------------------------------------------------------------------------------
+
+
+def configs() -> dict[str, Any]:
+    return {f"{tiny.family}ForCausalLM": tiny.config() for tiny in TINY_MODELS}
+
+
+def test_specs_travel_as_json_and_tell_families_apart() -> None:
+    """The families with one tree differ by convention alone, and that must be in the compile key."""
+    told = set()
+    for architecture, config in configs().items():
+        spec = HarnessSpec(tuple(get_overlay(architecture).taps(config)))
+        sent = json.dumps(spec.to_config(), sort_keys=True)
+        assert HarnessSpec.from_config(json.loads(sent)) == spec
+        assert [tap.name for tap in spec.taps] == all_points(4)
+        assert {tap.width for tap in spec.taps} == {64}
+        told.add(sent)
+    assert len(told) == len(configs()) == 4
+    assert set(configs()) <= set(known_architectures())
+
+
+@pytest.mark.parametrize("architecture", sorted(configs()))
+def test_bare_specs_get_the_conventions_of_their_model(architecture: str) -> None:
+    """What the plugin sends: where the modules are, and no more."""
+    overlay, config = get_overlay(architecture), configs()[architecture]
+    bare = HarnessSpec(
+        tuple(TapSpec(name, path, width) for name, (path, width) in overlay.capture_specs(config).items()),
+        bare=True,
+    )
+    sent = HarnessSpec.from_config(bare.to_config())
+    assert sent == bare
+    assert bare.completed(overlay) == HarnessSpec(tuple(overlay.taps(config)))
+
+
+def test_what_an_engine_holds_is_looked_up() -> None:
+    weight, bias = torch.rand(WIDTH), torch.rand(WIDTH)
+    model = SimpleNamespace(
+        norm=SimpleNamespace(weight=weight, bias=bias),
+        normalizer=torch.tensor(55.4256).bfloat16(),
+        config=SimpleNamespace(embedding_multiplier=12),
+    )
+    norm = TapSpec(FINAL_NORM, "norm", WIDTH, divisor="norm.weight", plus_one=True, offset="norm.bias")
+    found = emission_of(model, norm)
+    assert found.weight is weight
+    assert found.offset is bias
+    assert found.plus_one
+    by_buffer, by_config = (
+        emission_of(model, TapSpec(EMBED, "embed", WIDTH, factor=path))
+        for path in ("normalizer", "config.embedding_multiplier")
+    )
+    assert (by_buffer.factor, by_config.factor) == (
+        55.5,
+        12.0,
+    )  # the buffer is rounded, and so is what it does
+    assert emission_of(model, TapSpec("blocks.0.hook_out", "block", WIDTH, sums=True)).plain
+    with pytest.raises(EngineError, match=r"ln_final.hook_normalized: this model has no norm\.gain"):
+        emission_of(model, TapSpec(FINAL_NORM, "norm", WIDTH, divisor="norm.gain"))

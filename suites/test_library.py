@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from suites.probes import library
+from suites.probes import library, run_probe
 
 
 @pytest.mark.parity(tokenizer=True, backends=("vllm",), dtypes=("fp32",), smoke={"modes": ("eager",)})
 def test_a_bridge_on_a_real_engine(parity):
     """Text in, logits, loss, cache, edits and new tokens out; and without the final norm, its fallback and refusals."""
-    done = subprocess.run(
-        [sys.executable, library.__file__, parity.config.path, parity.config.mode],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("PROBE "))
+    found = run_probe(library, parity.config.path, parity.config.mode)
     n = found["prompt"]
     assert found["cache"] == {
         f"blocks.{i}.mlp.hook_out": [1, n, parity.width] for i in range(parity.n_layers)

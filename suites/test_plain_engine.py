@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from suites.probes import plain_llm
+from suites.probes import plain_llm, run_probe
 
 
 @pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), modes=("eager",), dtypes=("fp32",))
@@ -17,16 +13,7 @@ def test_plain_engines_are_untouched(parity):
 
     The plugin's ``configure`` instruments the plain engine made while it is set, and none made after ``clear_config``.
     """
-    done = subprocess.run(
-        [sys.executable, plain_llm.__file__, parity.config.path, parity.config.mode],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("PROBE "))
+    found = run_probe(plain_llm, parity.config.path, parity.config.mode)
     first = found["before"]
     assert first["worker"].startswith("vllm.")
     assert "Observed" not in first["runner"]

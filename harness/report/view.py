@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.report.figures import depth_figure, heat_map
 from harness.report.maps import paired_maps
 from harness.report.numbers import count, duration, ratio, sci, ulps
+from harness.report.ranks import layout_caption, layout_figure
 from harness.report.text import short_values, shortened, value_text
 from harness.store import hook_rows
 from harness.store.hooks import number
@@ -31,6 +32,7 @@ ICONS = {"passed": "✓", "failed": "✗", "skipped": "\N{EN DASH}", "error": "!
 _HEAT_PASSING, _HEAT_FAILING = (40, 40), (120, 120)  # rows, columns
 _MAX_MESSAGE, _MAX_DETAILS = 4000, 24
 _BEFORE, _AFTER = 4, 8  # hooks shown before and from the first failure on
+_DRAWN = ("maps", "layout")  # details shown as figures
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _GATES = {
     "aggregate": "all rows",
@@ -93,7 +95,7 @@ class CaseView:
     panels: list[Panel]
     on_purpose: list[str]  #: comparisons that fail in a case that passes: planted faults, found
     details: list[tuple[str, list[tuple[str, str]]]]
-    maps: list[tuple[str, Markup]]  #: title and figure
+    figures: list[tuple[str, Markup]]  #: caption and figure
     message: str
     passing: list[str] = field(default_factory=list)
     opened: bool = False
@@ -156,9 +158,9 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
         on_purpose=[_one_line(comparison) for comparison in failed] if case.outcome == "passed" else [],
         passing=[_one_line(comparison) for comparison in passed] if panels and failed else [],
         details=_details(case),
-        maps=_maps(case),
+        figures=_figures(case),
         message=shortened(case.message, _MAX_MESSAGE) if not _says_nothing_new(case.message, failed) else "",
-        opened=(full and case.outcome != "passed") or bool(_maps(case)),
+        opened=(full and case.outcome != "passed") or bool(_figures(case)),
     )
 
 
@@ -265,12 +267,16 @@ def _cells(row: HookRow) -> dict[str, Any]:
     }
 
 
-def _maps(case: CaseResult) -> list[tuple[str, Markup]]:
-    """Pairs of maps that a case recorded under ``maps``."""
+def _figures(case: CaseResult) -> list[tuple[str, Markup]]:
+    """Figures of what a case recorded beside its comparisons: pairs of maps, rank layouts; with their captions."""
     found = [(entry.get("detail") or {}) for entry in case.verdicts if isinstance(entry.get("detail"), dict)]
-    maps = [detail["maps"] for detail in found if isinstance(detail.get("maps"), dict)]
-    figures = [(str(one.get("title") or ""), paired_maps(one)) for one in maps]
-    return [(title, figure) for title, figure in figures if figure]
+    figures = []
+    for detail in found:
+        if isinstance(maps := detail.get("maps"), dict):
+            figures.append((str(maps.get("title") or ""), paired_maps(maps)))
+        if isinstance(layout := detail.get("layout"), dict):
+            figures.append((layout_caption(layout), layout_figure(layout)))
+    return [(caption, figure) for caption, figure in figures if figure]
 
 
 def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -280,7 +286,7 @@ def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
         detail = entry.get("detail")
         if not isinstance(detail, dict):
             detail = {} if detail is None else {"detail": detail}
-        pairs = [(str(name), value_text(value)) for name, value in detail.items() if name != "maps"]
+        pairs = [(str(name), value_text(value)) for name, value in detail.items() if name not in _DRAWN]
         if not entry.get("verdict"):
             cut = (
                 [("…", f"{len(pairs) - _MAX_DETAILS} more in results.jsonl")]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["paired_maps"]
 
 _WIDTH, _LEFT, _GAP, _TOP, _CELL = 720, 64, 24, 34, 17
+#: How far beyond 0 and 1 still counts as there, and the strongest colour a number can be read on.
+_SLACK, _STRONGEST = 0.05, 0.6
 #: Columns up to which each cell's number is written into it.
 _WRITTEN = 8
 
@@ -57,12 +59,13 @@ def _grid(grid: Sequence[Sequence[Any]], columns: Sequence[str], left: int, side
         for j, raw in enumerate(line):
             value = number(raw)
             x, y = left + j * cell, _TOP + i * _CELL
-            inside = 0 <= value <= 1
-            share = 0.0 if math.isnan(value) else value if inside else min(abs(value), 1.0)
+            inside = -_SLACK <= value <= 1 + _SLACK
+            share = 0.0 if math.isnan(value) else _STRONGEST * min(abs(value), 1.0)
             parts.append(
                 f'<rect class="{"in" if inside else "past"}" x={x:.1f} y={y} width={cell:.1f} height={_CELL} '
                 f'fill-opacity="{share:.2f}"/>'
             )
             if len(columns) <= _WRITTEN:
-                parts.append(f"<text x={x + cell / 2:.1f} y={y + 13}>{value:.2f}</text>")
+                text = f"{value:.2f}".replace("-0.00", "0.00")
+                parts.append(f"<text x={x + cell / 2:.1f} y={y + 13}>{text}</text>")
     return f"<g class=map>{''.join(parts)}</g>"

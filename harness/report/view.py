@@ -287,7 +287,7 @@ def _details(case: CaseResult) -> list[tuple[str, list[tuple[str, str]]]]:
         if not isinstance(detail, dict):
             detail = {} if detail is None else {"detail": detail}
         pairs = [(str(name), value_text(value)) for name, value in detail.items() if name not in _DRAWN]
-        if not entry.get("verdict"):
+        if pairs and not entry.get("verdict"):
             cut = (
                 [("…", f"{len(pairs) - _MAX_DETAILS} more in results.jsonl")]
                 if len(pairs) > _MAX_DETAILS

@@ -154,17 +154,9 @@ class RemoteBridge:
         result = self.driver.forward(ids, return_logits=return_type is not None, **kwargs)
         if return_type in (None, "logits"):
             return result.logits, result
-        loss = next_token_loss(result, _rows_of(ids))
+        loss = next_token_loss(result)
         return (loss if return_type == "loss" else (result.logits, loss)), result
 
     def close(self) -> None:
         """Release the engine; safe to call twice."""
         self.driver.close()
-
-
-def _rows_of(ids: Any) -> list[list[int]]:
-    """Token ids as lists of rows, whatever they came as."""
-    rows = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if rows and not hasattr(rows[0], "__len__"):
-        rows = [rows]
-    return [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]

@@ -18,7 +18,8 @@ from harness.parity.verdict import compare
 from harness.points import all_points, nonfireable_points
 from harness.prompts import calibration
 from harness.reference.load import as_dtype
-from harness.reference.run import JITTERS, teacher_forced
+from harness.reference.references import JITTERS
+from harness.reference.run import teacher_forced
 from harness.results import split_rows
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     import torch
 
     from harness.backend import BootConfig
+    from harness.conventions import Emission
     from harness.interventions import Requests
     from harness.parity.types import CaseVerdict
     from harness.pool import Engine
-    from harness.reference.run import Pair
+    from harness.reference.references import Pair
     from harness.results import ForwardResult
     from harness.session import ParitySession
 
@@ -86,6 +88,12 @@ class Parity:
     def k(self) -> float:
         """How many times the reference's own error an engine may make."""
         return self._session.k
+
+    def emission(self, hook: str) -> Emission:
+        """How a module of this model emits the value of ``hook``, at the engine's dtype."""
+        from harness.reference.weights import emission
+
+        return emission(self.config.path, hook, as_dtype(self.config.dtype))
 
     @property
     def profile(self) -> str:
@@ -144,6 +152,7 @@ class Parity:
         result: ForwardResult,
         *,
         label: str = "activations",
+        edits: Requests | None = None,
     ) -> CaseVerdict:
         """Compare an engine's captures with the reference at the same tokens, and record the verdict.
 
@@ -153,11 +162,13 @@ class Parity:
         sequences = teacher_forced(prompts, result.new_tokens)
         names = list(result.captured)
         rows = rows_by_hook(result)
-        verdict, truth = self._verdict(prompts, sequences, rows, names)
+        verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
             # error is one draw, and three draws can all be small. A real fault stays far outside either way.
-            verdict, truth = self._verdict(prompts, sequences, rows, names, again=verdict.failed_requests)
+            verdict, truth = self._verdict(
+                prompts, sequences, rows, names, edits, again=verdict.failed_requests
+            )
         self.record(
             label,
             verdict,
@@ -172,11 +183,12 @@ class Parity:
         sequences: Sequence[Sequence[int]],
         rows: dict[str, list[torch.Tensor]],
         names: Sequence[str],
+        edits: Requests | None,
         *,
         again: Sequence[int] | None = None,
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
         """The verdict and the truth; ``again`` names the requests that failed before, and asks for an explanation."""
-        pair = self.reference(sequences, names, more_for=again or ())
+        pair = self.reference(sequences, names, edits=edits, more_for=again or ())
         verdict = compare(
             rows,
             pair.truth.captured,
@@ -259,20 +271,30 @@ class Parity:
         return edited
 
     def check(
-        self, prompts: Sequence[Sequence[int]], result: ForwardResult, *, label: str = "activations"
+        self,
+        prompts: Sequence[Sequence[int]],
+        result: ForwardResult,
+        *,
+        label: str = "activations",
+        edits: Requests | None = None,
     ) -> None:
         """Like :meth:`judge`, and fail the case where parity is broken."""
         __tracebackhide__ = True
-        verdict = self.judge(prompts, result, label=label)
+        verdict = self.judge(prompts, result, label=label, edits=edits)
         if not verdict.passed:
             pytest.fail(failure_message(verdict), pytrace=False)
 
     def check_logits(
-        self, sequences: Sequence[Sequence[int]], rows: Sequence[torch.Tensor], *, label: str = "logits"
+        self,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[torch.Tensor],
+        *,
+        label: str = "logits",
+        edits: Requests | None = None,
     ) -> None:
         """Fail the case unless logits (n, d_vocab) of these sequences equal the reference's, row by row."""
         __tracebackhide__ = True
-        problems = logit_problems(self, sequences, rows, label=label)
+        problems = logit_problems(self, sequences, rows, label=label, edits=edits)
         if problems:
             pytest.fail("\n\n".join(problems), pytrace=False)
 

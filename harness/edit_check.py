@@ -1,26 +1,29 @@
 """Judging interventions: what an edit did, what it left alone, and that nothing of it stays behind.
 
-Five questions to one edited call, with a clean call before and after it:
+Six questions to one edited call, with a clean call before and after it:
 
 - **reverted**: the clean call after is, bit for bit, the clean call before;
 - **untouched**: rows no edit can reach (:mod:`harness.parity.reach`), other requests among them, keep every bit;
 - **exact**: a row that was set or suppressed reads back as just that;
 - **values**: the edited run equals the reference's edited run, by the rule of :mod:`harness.parity.verdict`;
+- **tokens**: what is generated is what the edited reference prefers, wherever noise does not decide;
 - **change**: edited minus clean equals the reference's, on the rows where that rises above the noise. This sees what
   the values alone hide: an edit applied at twice its strength is small beside a large activation.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.logit_check import greedy_problems
 from harness.parity.reach import reach
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
-from harness.points import FINAL_NORM
+from harness.points import BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
 from harness.results import split_rows
 
@@ -31,15 +34,13 @@ if TYPE_CHECKING:
     from harness.interventions import Requests
     from harness.parity.rows import Captures
     from harness.parity.types import CaseVerdict
-    from harness.reference.run import Pair
+    from harness.reference.references import Pair
     from harness.results import ForwardResult
 
 __all__ = ["BITE", "EditedCall", "problems_of"]
 
 #: A change is judged where it is this many times the reference's own noise in it.
 BITE = 10.0
-#: Units in the last place that dividing by the norm's weight and multiplying it back may cost.
-_ROUND_TRIP_ULPS = 2.0
 
 Rows = dict[str, list[torch.Tensor]]
 
@@ -87,6 +88,10 @@ def problems_of(call: EditedCall) -> list[str]:
     with_edits, without = _references(call)
     _values(call, with_edits, without)
     _change(call, with_edits, without)
+    # The last hook has none after it: that an edit there was handed on shows in the tokens alone.
+    call.problems += greedy_problems(
+        call.parity, call.prompts, call.edited.new_tokens, label=f"{call.label}: tokens", edits=call.edits
+    )
     return call.problems
 
 
@@ -148,20 +153,15 @@ def _exact(call: EditedCall) -> None:
             rows = captured[edit.hook][request]
             places = edit.touches(rows.shape[0])
             checked += len(places)
-            want = edit.bias.to(rows.dtype).expand(len(places), rows.shape[1])
+            # Where a module emits another value, what was set went there and back, by rules that foretell every bit.
+            how = call.parity.emission(edit.hook)
+            want = how.read_back(edit.bias.expand(rows.shape[1]), rows.dtype).expand(len(places), -1)
             got = rows[places]
-            zero = not bool(edit.bias.any())
-            if edit.hook == FINAL_NORM and not zero:
-                wrong = (got.double() - want.double()).abs() > _ROUND_TRIP_ULPS * _ulp(want)
-                allowed = f"within {_ROUND_TRIP_ULPS:g} ulps of"
-            else:
-                wrong, allowed = got != want, "exactly"
-            if bool(wrong.any()):
-                row, channel = (int(i) for i in wrong.nonzero()[0])
+            if bool((got != want).any()):
+                row, channel = (int(i) for i in (got != want).nonzero()[0])
                 call.problems.append(
                     f"{edit.hook}, request {request} position {places[row]}: {edit.op} reads back "
-                    f"{float(got[row, channel])!r} in channel {channel}, and must be {allowed} "
-                    f"{float(want[row, channel])!r}"
+                    f"{float(got[row, channel])!r} in channel {channel}, and must be {float(want[row, channel])!r}"
                 )
     if checked:
         call.parity.note(
@@ -169,18 +169,15 @@ def _exact(call: EditedCall) -> None:
         )
 
 
-def _ulp(values: torch.Tensor) -> torch.Tensor:
-    """Unit in the last place of each value at its dtype, fp64."""
-    info = torch.finfo(values.dtype)
-    _, exponent = torch.frexp(values.double().abs().clamp(min=info.tiny))
-    return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent - 1)
-
-
 def _references(call: EditedCall, more_for: Sequence[int] = ()) -> tuple[Pair, Pair]:
     """The reference with the edits on the edited tokens, and without them on the clean ones."""
     names = list(call.clean.captured)
     with_edits = call.parity.reference(
-        teacher_forced(call.prompts, call.edited.new_tokens), names, edits=call.edits, more_for=more_for
+        teacher_forced(call.prompts, call.edited.new_tokens),
+        names,
+        edits=call.edits,
+        more_for=more_for,
+        logits=True,
     )
     without = call.parity.reference(
         teacher_forced(call.prompts, call.clean.new_tokens), names, more_for=more_for
@@ -204,6 +201,7 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
             step=parity.step,
             edits=_vectors(call),
             unedited=without.truth.captured,
+            kept=_kept(call),
             prompt_lengths=[len(prompt) for prompt in call.prompts],
             final_norm_weight=parity.final_norm_weight,
         )
@@ -214,6 +212,18 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     parity.record(f"{call.label}: values", verdict, _shape(call))
     if not verdict.passed:
         call.problems.append(f"edited values: {failure_message(verdict)}")
+
+
+def _kept(call: EditedCall) -> dict[str, torch.Tensor]:
+    """Block output → (N,) factor by which the edits there multiplied each row of all requests."""
+    kept: dict[str, torch.Tensor] = {}
+    begins = [0, *itertools.accumulate(call.edited.lengths)]
+    for begin, n_rows, edits in zip(begins, call.edited.lengths, call.edits, strict=False):
+        for edit in edits:
+            if HookPoint.parse(edit.hook).template == BLOCK_OUT:
+                row = kept.setdefault(edit.hook, torch.ones(begins[-1], dtype=torch.float64))
+                row[[begin + place for place in edit.touches(n_rows)]] *= edit.scale
+    return kept
 
 
 def _vectors(call: EditedCall) -> list[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from harness.check import Parity
+    from harness.interventions import Requests
     from harness.parity.types import CaseVerdict
 
 __all__ = ["LOGITS", "greedy_problems", "logit_problems"]
@@ -26,7 +27,12 @@ _TOLD = 5
 
 
 def logit_problems(
-    parity: Parity, sequences: Sequence[Sequence[int]], rows: Sequence[torch.Tensor], *, label: str
+    parity: Parity,
+    sequences: Sequence[Sequence[int]],
+    rows: Sequence[torch.Tensor],
+    *,
+    label: str,
+    edits: Requests | None = None,
 ) -> list[str]:
     """What is wrong with the engine's logits of these sequences, in words; the findings are recorded.
 
@@ -35,6 +41,7 @@ def logit_problems(
         sequences: token ids, decode tokens that were fed back included.
         rows: (n, d_vocab) per sequence.
         label: names the comparison in the record.
+        edits: of each sequence, applied in the reference too.
 
     Raises:
         CaptureError: another number of rows or another vocabulary than the model's.
@@ -49,9 +56,9 @@ def logit_problems(
                 + (f"; a padding column wins in {wins} rows" if wins else "")
             )
             raise CaptureError(msg)
-    verdict, truth, same = _judge(parity, sequences, rows)
+    verdict, truth, same = _judge(parity, sequences, rows, edits)
     if not verdict.passed:
-        verdict, truth, same = _judge(parity, sequences, rows, again=verdict.failed_requests)
+        verdict, truth, same = _judge(parity, sequences, rows, edits, again=verdict.failed_requests)
     figures = logit_figures(rows, truth, same, k=parity.k)
     parity.record(label, verdict, {"rows": figures.rows, **figures.to_json()})
     problems = [] if verdict.passed else [f"{label}: {failure_message(verdict)}"]
@@ -65,13 +72,18 @@ def logit_problems(
 
 
 def greedy_problems(
-    parity: Parity, prompts: Sequence[Sequence[int]], new_tokens: Sequence[Sequence[int]], *, label: str
+    parity: Parity,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: Sequence[Sequence[int]],
+    *,
+    label: str,
+    edits: Requests | None = None,
 ) -> list[str]:
     """Which new tokens are not the truth's argmax after the same tokens, though noise cannot explain it.
 
     Each is judged on the engine's own prefix, so a legitimate flip of a near tie does not void what follows.
     """
-    pair = parity.reference(teacher_forced(prompts, new_tokens), [], logits=True)
+    pair = parity.reference(teacher_forced(prompts, new_tokens), [], edits=edits, logits=True)
     problems, flips, count = [], 0, 0
     for request, (prompt, tokens) in enumerate(zip(prompts, new_tokens, strict=True)):
         for step, token in enumerate(tokens):
@@ -97,10 +109,11 @@ def _judge(
     parity: Parity,
     sequences: Sequence[Sequence[int]],
     rows: Sequence[torch.Tensor],
+    edits: Requests | None,
     *,
     again: Sequence[int] | None = None,
 ) -> tuple[CaseVerdict, list[torch.Tensor], list[list[torch.Tensor]]]:
-    pair = parity.reference(sequences, [], logits=True, more_for=again or ())
+    pair = parity.reference(sequences, [], edits=edits, logits=True, more_for=again or ())
     truth, same = pair.truth.logits, [run.logits for run in pair.same]
     verdict = compare(
         {LOGITS: rows},

@@ -22,22 +22,16 @@ def token_losses(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
 
 
-def next_token_loss(result: ForwardResult, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+def next_token_loss(result: ForwardResult) -> torch.Tensor:
     """Mean of :func:`token_losses` over every token whose predecessor was run, new ones left out: a scalar.
 
     Args:
         result: a forward with logits.
-        rows: the token ids it ran, padding included.
 
     Raises:
         UsageError: no prompt has two real tokens.
     """
-    losses = []
-    for index, row in enumerate(rows):
-        length = result.lengths[index] - (len(result.new_tokens[index]) - 1)
-        begin = result.starts[index]
-        losses.append(token_losses(result.logit_rows(index), row[begin : begin + length]))
-    joined = torch.cat(losses)
+    joined = torch.cat([token_losses(result.logit_rows(i), ids) for i, ids in enumerate(result.prompts)])
     if not joined.numel():
         msg = "a loss needs a prompt of at least two tokens: the first one is predicted by nothing"
         raise UsageError(msg)

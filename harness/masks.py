@@ -25,7 +25,10 @@ def read_mask(attention_mask: Any, rows: Sequence[Sequence[int]]) -> list[tuple[
     Raises:
         UsageError: another shape, another value, a row without a real token, a hole between real tokens.
     """
-    mask = attention_mask.tolist() if hasattr(attention_mask, "tolist") else list(attention_mask)
+    mask = attention_mask.tolist() if hasattr(attention_mask, "tolist") else attention_mask
+    if not isinstance(mask, (list, tuple)):
+        msg = f"attention_mask is {attention_mask!r}; it has one row of 0 and 1 per prompt"
+        raise UsageError(msg)
     if mask and not hasattr(mask[0], "__len__"):
         mask = [mask]
     if len(mask) != len(rows):
@@ -33,7 +36,10 @@ def read_mask(attention_mask: Any, rows: Sequence[Sequence[int]]) -> list[tuple[
         raise UsageError(msg)
     spans = []
     for index, (line, row) in enumerate(zip(mask, rows, strict=True)):
-        values = line.tolist() if hasattr(line, "tolist") else list(line)
+        values = line.tolist() if hasattr(line, "tolist") else line
+        if not isinstance(values, (list, tuple)):
+            msg = f"attention_mask row {index} is {line!r}, not a row of 0 and 1"
+            raise UsageError(msg)
         if len(values) != len(row):
             msg = f"attention_mask row {index} has {len(values)} values for {len(row)} tokens"
             raise UsageError(msg)

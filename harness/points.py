@@ -149,7 +149,7 @@ def check_capture(
         UsageError: a bare string instead of a sequence of names, a name that is not served (with the reason
             where it is known, with the nearest name otherwise).
     """
-    if isinstance(requested, str):
+    if isinstance(requested, str) or not hasattr(requested, "__iter__"):
         msg = f"capture must be a sequence of hook names, not the string {requested!r}; write [{requested!r}]"
         raise UsageError(msg)
     wanted: list[object] = list(requested)

@@ -82,10 +82,11 @@ class Engine:
 
     def forward(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> ForwardResult:
         """See :meth:`harness.backend.Backend.forward`."""
-        prompts = [list(map(int, row)) for row in input_ids]
-        # Tensors and arrays as lists: what is said to an engine is JSON.
+        # Tensors and arrays as lists: what is said to an engine is JSON. What it means is judged over there.
         kwargs = {name: plain_specs(value) for name, value in kwargs.items()}
-        header, tensors = self.request("forward", self._step_timeout, input_ids=prompts, **kwargs)
+        header, tensors = self.request(
+            "forward", self._step_timeout, input_ids=plain_specs(input_ids), **kwargs
+        )
         return unpack_result(header, tensors)
 
     def raw_logits(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[torch.Tensor]:
@@ -99,8 +100,9 @@ class Engine:
     def _logits(
         self, operation: str, input_ids: Sequence[Sequence[int]], **kwargs: Any
     ) -> list[torch.Tensor]:
-        prompts = [list(map(int, row)) for row in input_ids]
-        header, tensors = self.request(operation, self._step_timeout, input_ids=prompts, **kwargs)
+        header, tensors = self.request(
+            operation, self._step_timeout, input_ids=plain_specs(input_ids), **kwargs
+        )
         return [tensors[str(i)] for i in range(header["count"])]
 
     def layout(self) -> dict[str, Any]:

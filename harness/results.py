@@ -32,6 +32,7 @@ class ForwardResult:
         raw_output: the engine's own output, for those who need more; None across a process border.
         stats: fires per hook, forward steps, seconds, whatever the backend measured; JSON-able.
         starts: column of each request's first row; 0 but for a batch that was padded on the left.
+        prompts: the real token ids that were run, without padding.
     """
 
     captured: dict[str, torch.Tensor]
@@ -41,6 +42,7 @@ class ForwardResult:
     raw_output: Any = None
     stats: dict[str, Any] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Rows begin in the first column unless said otherwise."""

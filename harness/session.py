@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.models import ModelSource
     from harness.parity.types import CaseVerdict
     from harness.plan import Plan
-    from harness.reference.run import References
+    from harness.reference.references import References
 
 __all__ = ["CaseLog", "ParitySession"]
 
@@ -121,7 +121,7 @@ class ParitySession:
     def references(self) -> References:
         """The truth and the same-dtype reference, computed once per sequence."""
         if self._references is None:
-            from harness.reference.run import References
+            from harness.reference.references import References
 
             self._references = References(max_loaded=_LOADED_REFERENCES)
         return self._references

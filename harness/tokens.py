@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.errors import UsageError
 
-__all__ = ["check_prompts"]
+__all__ = ["check_prompts", "token_rows"]
 
 
 def check_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_tokens: int = 0) -> list[list[int]]:
@@ -23,6 +23,18 @@ def check_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_tokens: 
     Raises:
         UsageError: text, no prompt, an empty prompt, an id that is no int or outside the vocabulary, or a prompt that
             does not fit.
+    """
+    prompts = token_rows(input_ids)
+    for index, ids in enumerate(prompts):
+        _check(index, ids, vocab_size=vocab_size, max_len=max_len, new_tokens=new_tokens)
+    return prompts
+
+
+def token_rows(input_ids: Any) -> list[list[Any]]:
+    """Prompts as lists of whatever they hold, one each; the ids are not looked at.
+
+    Raises:
+        UsageError: text, no prompt, or something that holds no rows.
     """
     given = _plain(input_ids)
     if not _is_list(given):
@@ -41,9 +53,7 @@ def check_prompts(input_ids: Any, *, vocab_size: int, max_len: int, new_tokens: 
         if not _is_list(row):
             msg = f"prompt {index} is {reprlib.repr(row)}, not a list of token ids; turn text into ids first"
             raise UsageError(msg)
-        ids = [_plain(token) for token in row]
-        _check(index, ids, vocab_size=vocab_size, max_len=max_len, new_tokens=new_tokens)
-        prompts.append(ids)
+        prompts.append([_plain(token) for token in row])
     return prompts
 
 

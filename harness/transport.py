@@ -27,9 +27,11 @@ def send(
     connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Send one message: the header, then the tensors (possibly none)."""
-    connection.send_bytes(json.dumps({"protocol": PROTOCOL, **header}).encode())
     plain = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
-    connection.send_bytes(save_tensors(plain) if plain else b"")
+    # All of it is made before the first byte goes: the other end takes a header for a message that is coming.
+    payload = save_tensors(plain) if plain else b""
+    connection.send_bytes(json.dumps({"protocol": PROTOCOL, **header}).encode())
+    connection.send_bytes(payload)
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -49,6 +49,12 @@ def final_norm(parity):
     parity.check_edits([of_length(parity, 20)], _add(parity, FINAL, pos=5))
 
 
+def last_word(parity):
+    """The final norm's last row set to something else, one request: only the next token can show it."""
+    specs = {FINAL: {"op": "set", "value": randn(9, parity.width, 2.0), "pos": 19}}
+    parity.check_edits([of_length(parity, 20)], specs)
+
+
 def decoding(parity):
     """Every row, four new tokens."""
     parity.check_edits([of_length(parity, 9)], _add(parity), max_new_tokens=4)
@@ -69,6 +75,7 @@ FAULTS = {
     "EditOnePositionLate": (one_row, r"no edit reaches it: blocks\.1\.hook_out, request 0 position 6"),
     "EditBeforeWeight": (final_norm, r"ln_final\.hook_normalized is the first.*position 5.*weight"),
     "EditOutsideCapture": (set_row, r"blocks\.1\.hook_out, request 0 position 5: set reads back"),
+    "EditNotHandedOn": (last_word, r"tokens, request 0 step 0: token \d+ where the truth has \d+"),
     "EditNotReset": (one_row, r"not reverted.*blocks\.1\.hook_out, request 0 position 5"),
     "EditLostAtDecode": (
         decoding,

@@ -10,6 +10,7 @@ import pytest
 from harness.logit_check import greedy_problems
 from harness.prompts import of_length
 from harness.reference.run import teacher_forced
+from suites.edits import randn
 
 many = pytest.mark.parity(backends=("vllm",), smoke={"models": ("tiny-llama",)})
 on_vllm = pytest.mark.parity(backends=("vllm",))
@@ -75,3 +76,19 @@ def test_preemption(parity):
     parity.note("preemption", recomputed_rows=result.stats["recomputed_rows"], steps=result.stats["steps"])
     _check(parity, prompts, result, "preempted")
     assert result.lengths == [len(ids) for ids in teacher_forced(prompts, result.new_tokens)]
+
+
+@tiny_eager
+def test_preemption_of_edited_requests(parity):
+    """Requests thrown out and computed again are edited again: every row, and what is decoded after it."""
+    prompts = [of_length(parity, n, seed=i) for i, n in enumerate((100, 90, 110, 95))]
+    edit = {"op": "add", "value": randn(5, parity.width, 0.5)}
+    specs = [{"blocks.1.hook_out": edit}, None, {"embed.hook_out": {**edit, "pos": [3, 60, 120]}}, None]
+    with parity.spare_engine(num_gpu_blocks_override=5) as engine:
+        result = engine.forward(prompts, capture=parity.hook_points, intervene=specs, max_new_tokens=48)
+    assert result.stats["recomputed_rows"] > 0, "nothing was preempted: the case shows nothing"
+    edits = parity.edits(specs, result.lengths)
+    problems = greedy_problems(parity, prompts, result.new_tokens, label="tokens", edits=edits)
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+    parity.check(prompts, result, label="edited and preempted", edits=edits)

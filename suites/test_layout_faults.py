@@ -17,6 +17,12 @@ def batch(parity):
     test_activations.test_ragged_batch(parity)
 
 
+def edit_at_the_end(parity):
+    """An edit after the last all-reduce: nothing downstream mixes the ranks again."""
+    specs = {f"blocks.{parity.n_layers - 1}.hook_out": {"op": "scale", "factor": -0.5}}
+    parity.check_edits([of_length(parity, 12)], specs)
+
+
 def unembedding(parity):
     """W_U against the checkpoint's, and logits against the reference's."""
     test_logits.test_the_unembedding_is_the_checkpoint_s(parity)
@@ -31,6 +37,7 @@ FAULTS = {
             r"blocks\.1\.mlp\.hook_out: replicas differ by up to 1\.0e-03 between pp0/tp0 and pp0/tp1",
         ),
         "HookBeforeAllReduce": (batch, r"blocks\.1\.mlp\.hook_out: replicas differ by up to"),
+        "EditOnOneRank": (edit_at_the_end, r"blocks\.3\.hook_out: replicas differ by up to"),
         "CounterRanTwice": (
             batch,
             r"blocks\.1\.mlp\.hook_out: its replicas ran a different number of times: pp0/tp0",

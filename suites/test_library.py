@@ -23,6 +23,11 @@ def test_a_bridge_on_a_real_engine(parity):
     assert found["clean after"]
     assert found["generated"].startswith(found["next"])
     assert found["generated edited"]
+    assert found["suppressed"]
+    assert found["unset"]
+    assert found["read"]
+    assert found["removed"] == [3 * parity.n_layers + 2, 0]
+    assert found["runs on"]
     assert found["norm"] == [parity.width]
     assert found["missing"] is None
     assert len(found["warnings"]) == 1

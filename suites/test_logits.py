@@ -17,6 +17,7 @@ from harness.loss import token_losses
 from harness.prompts import of_length
 from harness.reference.run import teacher_forced
 from harness.reference.weights import unembedding_rows
+from suites.edits import randn
 
 TEXT = Path(__file__).parent / "data" / "alice.txt"
 #: Models that have what Llama's logits lack: a soft-cap, a scale, a bias, a shared embedding.
@@ -49,7 +50,7 @@ def test_every_position(parity):
 
 @every_family
 def test_a_second_and_a_third_opinion(parity):
-    """The engine's raw logits and its own head in the worker equal the reference's too, and agree with each other."""
+    """The engine's raw logits, and those of its own head in the worker, equal the reference's too."""
     prompts = _short(parity)
     parity.check_logits(prompts, parity.engine.raw_logits(prompts), label="raw logits")
     parity.check_logits(
@@ -69,6 +70,22 @@ def test_the_unembedding_is_the_checkpoint_s(parity):
     want = unembedding_rows(parity.config.path, range(vocab)).to(found.dtype)
     assert tuple(found.shape) == (vocab, want.shape[1])
     parity.bit_equal([found], [want], label="unembedding", what="W_U against the checkpoint's")
+
+
+@every_family
+def test_logits_of_an_edited_call(parity):
+    """Edits at the first and at the last hook show in every logit as they do in the reference's."""
+    prompts = [of_length(parity, n, seed=i) for i, n in enumerate((7, 12))]
+    specs = [
+        {"embed.hook_out": {"op": "scale", "factor": -1.5, "pos": 2}},
+        {"ln_final.hook_normalized": {"op": "set", "value": randn(3, parity.width), "pos": [4, 11]}},
+    ]
+    result = parity.forward(prompts, intervene=specs, return_logits=True)
+    edits = parity.edits(specs, result.lengths)
+    parity.check_logits(prompts, [result.logit_rows(i) for i in range(2)], edits=edits)
+    clean = parity.forward(prompts, return_logits=True)
+    moved = [float((result.logit_rows(i) - clean.logit_rows(i)).abs().max()) for i in range(2)]
+    assert min(moved) > 0.1, f"the edits hardly show: {moved}"
 
 
 @pytest.mark.parity(tokenizer=True, smoke={"modes": ("compiled",)})

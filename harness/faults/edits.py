@@ -23,6 +23,7 @@ __all__ = [
     "EditBeforeWeight",
     "EditCancelled",
     "EditLostAtDecode",
+    "EditNotHandedOn",
     "EditNotReset",
     "EditOfDeltaOnly",
     "EditOnEveryRequest",
@@ -91,6 +92,16 @@ class EditOutsideCapture(CaptureWorker):
         taps.keep(module, rows)
         rows, changed = taps.edit(module, rows)
         return taps.emit(output, rows, changed, pair=pair)
+
+
+class EditNotHandedOn(CaptureWorker):
+    """The edited value is captured and not given back: a hook that changes a copy (vllm-lens 12's family)."""
+
+    @staticmethod
+    def tap_hook(module: nn.Module, _args: Any, output: Any) -> Any:
+        """Edit and keep, and let the module's own output go on."""
+        _, rows = taps.whole_rows(module, output)
+        taps.keep(module, taps.edit(module, rows)[0])
 
 
 class EditNotReset(CaptureWorker):

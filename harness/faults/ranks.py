@@ -16,11 +16,13 @@ from harness.vllm.worker import CaptureWorker
 if TYPE_CHECKING:
     import torch
 
+    from harness.interventions import Plan
     from harness.vllm.spec import HarnessSpec
     from harness.vllm.taps import TapSet
 
 __all__ = [
     "CounterRanTwice",
+    "EditOnOneRank",
     "HookBeforeAllReduce",
     "HookMissingOnOneRank",
     "RankDies",
@@ -53,6 +55,15 @@ class HookMissingOnOneRank(_OnOne):
         if self.wrong_here():
             spec = dataclasses.replace(spec, taps=tuple(tap for tap in spec.taps if tap.name != BRANCH))
         return super().install(spec)
+
+
+class EditOnOneRank(_OnOne):
+    """One rank does not get the edits."""
+
+    def load_edits(self, plan: Plan) -> None:
+        """Leave its tables empty."""
+        if not self.wrong_here():
+            super().load_edits(plan)
 
 
 class ReplicasDrift(_OnOne):

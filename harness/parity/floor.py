@@ -76,7 +76,9 @@ def floor(dtype: str, depth: int) -> float:
     return ROUNDOFFS * unit_roundoff(dtype) * math.sqrt(depth + 1)
 
 
-def carried(norms: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def carried(
+    norms: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """How many times larger each row's residual stream has been than it is, at each hook: (N,), from 1 up.
 
     A branch (attention, MLP) works on the stream as the block before left it, the final norm on the last block's.
@@ -84,12 +86,16 @@ def carried(norms: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Args:
         norms: hook → (N,) row norms of the truth, in forward order.
+        kept: block output → (N,) factor by which an edit there multiplied each row, 0 where it was set: so much of the
+            earlier error is left as well.
     """
     factors: dict[str, torch.Tensor] = {}
     largest: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     for name, here in norms.items():
         if _BLOCK_OUT.fullmatch(name):
+            if largest is not None and kept is not None and name in kept:
+                largest = largest * kept[name].abs()
             largest = here if largest is None else torch.maximum(largest, here)
             factor = torch.where(here > 0, largest / here, torch.ones_like(here))
         factors[name] = torch.ones_like(here) if factor is None else factor

@@ -55,6 +55,7 @@ def compare(
     final_norm_weight: torch.Tensor | None = None,
     edits: Sequence[tuple[str, torch.Tensor]] = (),
     unedited: Captures | None = None,
+    kept: Mapping[str, torch.Tensor] | None = None,
 ) -> CaseVerdict:
     """Judge every hook of a case; where one fails, say where it began and what it looks like.
 
@@ -83,6 +84,7 @@ def compare(
         final_norm_weight: (width,) of the final norm, to recognise it folded in.
         edits: (label, (width,) vector) of interventions, to recognise one that leaked or did not bite.
         unedited: the truth without the interventions, to recognise rows that lack them.
+        kept: see :func:`harness.parity.floor.carried`.
 
     Raises:
         CaptureError: something is missing, surplus or misshapen; see :func:`harness.parity.rows.check`.
@@ -99,7 +101,7 @@ def compare(
         tables[name] = measure(
             engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices
         )
-    factors = carried({name: table.norms for name, table in tables.items()})
+    factors = carried({name: table.norms for name, table in tables.items()}, kept)
     for name, table in tables.items():
         depth = depth_of(name, n_layers)
         floor = noise_floor(dtype, depth)

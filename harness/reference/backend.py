@@ -20,7 +20,8 @@ from harness.models import load_config, resolve
 from harness.points import all_points, check_capture, nonfireable_points
 from harness.reference.hooks import architecture_of, attention_of
 from harness.reference.load import as_dtype, load_model
-from harness.reference.run import DEFAULT_ATTENTION, forward_logits, run_reference
+from harness.reference.references import DEFAULT_ATTENTION
+from harness.reference.run import forward_logits, run_reference
 from harness.results import ForwardResult, pad_rows
 from harness.tokens import check_prompts
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness import points
+from harness.backend import DTYPES
 from harness.errors import EngineError, UsageError
 from harness.models import load_config, resolve
 from harness.vllm import internals
@@ -51,14 +52,23 @@ def _positive_int(name: str, value: object) -> int:
     return value
 
 
+#: What computes rows that never come to count, or two parts of a step side by side: captures could not tell.
+_REFUSED = {
+    "worker_extension_cls": "the capture worker already carries the harness' extension",
+    "speculative_config": "rows of rejected drafts would be captured in place of the real ones",
+    "enable_dbo": "two half-batches at once would share one row table",
+}
+
+
 def _check_forced(kwargs: dict[str, Any]) -> None:
     for name, (value, reason) in _FORCED.items():
         if name in kwargs and kwargs[name] != value:
             msg = f"{name}={kwargs[name]!r} cannot be used here, it is always {value!r}: {reason}"
             raise UsageError(msg)
-    if "worker_extension_cls" in kwargs:
-        msg = "worker_extension_cls cannot be set: the capture worker already carries the harness' extension"
-        raise UsageError(msg)
+    for name, reason in _REFUSED.items():
+        if kwargs.get(name):
+            msg = f"{name} cannot be used here: {reason}"
+            raise UsageError(msg)
 
 
 def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
@@ -141,7 +151,10 @@ def check_boot(
     architecture = (getattr(hf_config, "architectures", None) or ["(none named)"])[0]
     spec = HarnessSpec(tuple(get_overlay(architecture).taps(hf_config)))
     own = getattr(hf_config, "dtype", None) or "float32"
-    name = dtype or (own if isinstance(own, str) else dtype_name(own))
+    name = DTYPES.get(dtype or "", dtype) or (own if isinstance(own, str) else dtype_name(own))
+    if name not in DTYPES.values():
+        msg = f"dtype={name!r} is not known: pass one of {', '.join(DTYPES.values())}, or none for the checkpoint's own"
+        raise UsageError(msg)
     length = _context_limit(hf_config, max_model_len)
     if kv_cache_memory_bytes is not None:
         _check_kv_cache(hf_config, name, length, kv_cache_memory_bytes)
@@ -203,6 +216,9 @@ def boot_vllm(
     del hf_config
     if hook_points is not None:
         chosen = set(points.select(hook_points, [tap.name for tap in spec.taps]))
+        if not chosen:
+            msg = "hook_points is empty: name at least one, or leave it out for all of them"
+            raise UsageError(msg)
         spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
     spec = replace(spec, max_programs=_positive_int("max_edit_programs", max_edit_programs))
     if kv_bytes is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +17,7 @@ from harness.interventions import parse_interventions, plan_programs
 from harness.masks import read_mask, shift_edits
 from harness.points import FINAL_NORM
 from harness.results import ForwardResult, pad_rows
-from harness.tokens import check_prompts
+from harness.tokens import check_prompts, token_rows
 from harness.vllm import internals
 from harness.vllm.layout import Layout, Place, verify_layout
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
@@ -116,9 +116,8 @@ class VLLMDriver:
             UsageError: a hook, prompt, mask or edit that cannot be served; nothing has been sent then.
             CaptureError: a row is missing or doubled, or a hook was silent.
         """
-        if self._closed:
-            msg = "this engine was closed; boot another"
-            raise UsageError(msg)
+        self._alive()
+        stop_token_ids = _stops(stop_token_ids, self._vocab_size)
         names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
         call = self._plan(input_ids, attention_mask, intervene, max_new_tokens)
         rebuild = return_logits and self._logits.available
@@ -130,8 +129,8 @@ class VLLMDriver:
             outputs = self._generate(call.prompts, keys, max_new_tokens, stop_token_ids, **sampling)
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
-            captured = self._collect(names, keys, lengths) if names else {}
-            steps = internals.call_workers(self.llm, "tl_step_stats")[0] if names else {}
+            captured = self._collect(names, keys, lengths, edited=any(call.edits)) if names else {}
+            steps = _largest(internals.call_workers(self.llm, "tl_step_stats")) if names else {}
             emitted = self._emitted(keys, lengths) if rebuild else []
         place: dict[str, Any] = {"starts": call.starts, "columns": call.columns}
         logits = None
@@ -149,20 +148,25 @@ class VLLMDriver:
             raw_output=outputs,
             stats={"seconds": time.perf_counter() - started, **steps},
             starts=call.starts,
+            prompts=call.prompts,
         )
+
+    def _alive(self) -> None:
+        if self._closed:
+            msg = "this engine was closed; boot another"
+            raise UsageError(msg)
 
     def _plan(self, input_ids: Any, attention_mask: Any, intervene: Any, k: int) -> _Call:
         """Check everything a call brings, before anything is sent."""
         if type(k) is not int or k < 1:
             msg = f"max_new_tokens must be an integer from 1, not {k!r}"
             raise UsageError(msg)
-        # A padded row may be longer than the engine takes, as long as its real tokens are not.
         room = {"max_len": self.max_model_len, "new_tokens": k}
         if attention_mask is None:
             prompts = check_prompts(input_ids, vocab_size=self._vocab_size, **room)
             starts, columns = [0] * len(prompts), 0
         else:
-            rows = check_prompts(input_ids, vocab_size=self._vocab_size, max_len=sys.maxsize)
+            rows = token_rows(input_ids)  # pads may be no token of the vocabulary at all
             spans = read_mask(attention_mask, rows)
             real = [row[begin:end] for row, (begin, end) in zip(rows, spans, strict=True)]
             prompts = check_prompts(real, vocab_size=self._vocab_size, **room)
@@ -212,14 +216,16 @@ class VLLMDriver:
         return outputs
 
     def _collect(
-        self, names: list[str], keys: list[str], lengths: list[int]
+        self, names: list[str], keys: list[str], lengths: list[int], *, edited: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Captured rows per request: hook → one (n, width) each.
 
-        A hook's first call reads every replica and verifies the layout; later ones read one.
+        A hook's first call reads every replica and verifies the layout; later ones read one. Edits are applied by each
+        rank for itself, and after the last all-reduce nothing would show that one of them did not: edited calls are
+        always verified.
         """
         expected = dict(zip(keys, lengths, strict=True))
-        fresh = [name for name in names if name not in self.layout.served]
+        fresh = [name for name in names if edited or name not in self.layout.served]
         by_rank = [
             {key: {name: decode_tensor(one) for name, one in hooks.items()} for key, hooks in rank.items()}
             for rank in internals.call_workers(
@@ -264,10 +270,12 @@ class VLLMDriver:
     @property
     def provides_sequence_logits(self) -> bool:
         """Whether logits cover every position; False where the final norm or the unembedding cannot be reached."""
+        self._alive()
         return self._logits.available
 
     def worker_logits(self, input_ids: Any) -> list[torch.Tensor]:
         """Logits of every prompt row by the model's own ``compute_logits``, (n_prompt, d_vocab) each, at its dtype."""
+        self._alive()
         call = self._plan(input_ids, None, None, 1)
         keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
         with self._armed([FINAL_NORM]):
@@ -300,6 +308,7 @@ class VLLMDriver:
         """
         from harness.vllm.raw_logits import read_raw_logits
 
+        self._alive()
         prompts = check_prompts(
             input_ids,
             vocab_size=self._vocab_size,
@@ -361,9 +370,10 @@ class VLLMDriver:
         Vocabulary shards are joined and their padding rows cut.
 
         Raises:
-            UsageError: a linear layer's weight that tensor parallelism has split.
+            UsageError: a linear layer's weight that tensor parallelism has split, or a closed engine.
             CaptureError: the ranks' shards do not make up the vocabulary.
         """
+        self._alive()
         found = [
             one for one in internals.call_workers(self.llm, "tl_get_param", args=(name,)) if one is not None
         ]
@@ -395,3 +405,22 @@ class _Call:
     edits: list[tuple[Edit, ...]]
     starts: list[int]
     columns: int
+
+
+def _stops(stop_token_ids: Any, vocab_size: int) -> list[int]:
+    """Stop tokens as a list of ids.
+
+    Raises:
+        UsageError: something else.
+    """
+    if isinstance(stop_token_ids, Iterable) and not isinstance(stop_token_ids, str | bytes):
+        stops = list(stop_token_ids)
+        if all(type(token) is int and 0 <= token < vocab_size for token in stops):
+            return stops
+    msg = f"stop_token_ids is {stop_token_ids!r}; it is a list of token ids from 0 to {vocab_size - 1}"
+    raise UsageError(msg)
+
+
+def _largest(by_rank: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The largest of each figure over ranks: one that holds none of the asked hooks has seen nothing."""
+    return {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}

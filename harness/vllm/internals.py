@@ -36,6 +36,7 @@ __all__ = [
     "patch_engine_config",
     "place_of",
     "prepare_stage_input",
+    "refuse_drafts",
     "request_extra_args",
     "resolve_dot_path",
     "runner_name",
@@ -319,6 +320,17 @@ def prepare_stage_input(worker: Any) -> None:
         raise _moved(f"make_empty_intermediate_tensors ({error})") from error
 
 
+def refuse_drafts(worker: Any) -> None:
+    """Refuse an engine that computes rows it may reject (``vllm_config.speculative_config``).
+
+    Raises:
+        UsageError: it does.
+    """
+    if getattr(worker.vllm_config, "speculative_config", None) is not None:
+        msg = "speculative_config cannot be used here: rows of rejected drafts would be captured in place of real ones"
+        raise UsageError(msg)
+
+
 def is_traced(worker: Any) -> bool:
     """Whether the worker runs a compiled graph of its model (``model_config.enforce_eager``)."""
     return not worker.vllm_config.model_config.enforce_eager
@@ -338,11 +350,15 @@ def call_workers(llm: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]
     """
     try:
         answers: list[Any] = llm.collective_rpc(method, args=args)
-    except RuntimeError as error:
-        told = _WORKER_FAILED.search(str(error))
-        if told is None or isinstance(error, HarnessError):
+    except HarnessError:
+        raise
+    except Exception as error:
+        # Through the engine's own process it is an Exception, through a rank's a RuntimeError, or both in turn.
+        text = str(error).removeprefix("Call to collective_rpc method failed: ")
+        told = _WORKER_FAILED.search(text)
+        if told is None and text == str(error):
             raise
-        raise CaptureError(told[1]) from error
+        raise CaptureError(told[1] if told else text) from error
     return answers
 
 

@@ -84,9 +84,10 @@ def verify_layout(
             told = ", ".join(f"{layout.places[r]} {n}" for r, n in zip(ranks, counts, strict=True))
             msg = f"{name}: its replicas ran a different number of times: {told}"
             raise CaptureError(msg)
+        _check_replicas(layout, name, ranks, captured)
+        # Noted last: what has failed is not verified, and is looked at again.
         layout.served[name] = ranks
         layout.fires[name] = counts
-        _check_replicas(layout, name, ranks, captured)
 
 
 def _check_copies(layout: Layout, name: str, ranks: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.errors import CaptureError
+from harness.errors import CaptureError, UsageError
 from harness.points import EMBED, FINAL_NORM
 from harness.results import pad_rows
 from harness.vllm import internals
@@ -158,7 +158,14 @@ class SequenceLogits:
 
     def fallback(self) -> int:
         """How many log-probs of a sampled position the engine gives; warns, once, that they are all there is."""
-        most = int(self._llm.llm_engine.model_config.max_logprobs)
+        config = self._llm.llm_engine.model_config
+        most, mode = int(config.max_logprobs), str(config.logprobs_mode)
+        if "logits" in mode:
+            msg = (
+                f"no sequence logits: {self._found}; and with logprobs_mode={mode} there are no log-probs of the last "
+                "row either: boot with another mode, or pass return_logits=False"
+            )
+            raise UsageError(msg)
         if not self._warned:
             self._warned = True
             many = "all" if most < 0 else f"the {most} largest"

@@ -37,6 +37,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
         spec = self.harness_spec()
         if spec is None:
             return
+        internals.refuse_drafts(self)
         self.harness_init(self.install(spec), spec)
         internals.instrument_runner(self, self)
 

@@ -15,6 +15,32 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 TEXT = "The capital of France is"
 
 
+def worker_surface(bridge, ids):
+    """The worker's RPC methods that the driver itself has no use for."""
+    from harness.vllm.wire import decode_tensor
+
+    hook, llm = "blocks.5.hook_out", bridge.driver.llm
+    rpc = llm.collective_rpc
+    clean = bridge.driver.forward(ids, capture=[hook], return_logits=False).captured[hook]
+    rpc("tl_set_interventions", args=({hook: {"op": "suppress", "pos": 2}},))
+    edited = bridge.driver.forward(ids, capture=[hook], return_logits=False).captured[hook]
+    rpc("tl_set_interventions", args=(None,))
+    after = bridge.driver.forward(ids, capture=[hook], return_logits=False).captured[hook]
+    rpc("tl_reset_capture_flags", args=([hook],))
+    bridge.driver.llm.generate([{"prompt_token_ids": ids[0]}], use_tqdm=False)
+    read = decode_tensor(rpc("tl_read_captures", args=([len(ids[0])],))[0][hook])
+    rpc("tl_reset_accumulators")
+    before = bridge.driver.forward(ids, return_logits=False).new_tokens
+    removed = [rpc("tl_remove_hooks")[0] for _ in range(2)]
+    return {
+        "suppressed": bool((edited[0, 2] == 0).all()) and bool((edited[0, :2] == clean[0, :2]).all()),
+        "unset": bool((after == clean).all()),
+        "read": bool((read == clean[0]).all()),
+        "removed": removed,
+        "runs on": bridge.driver.forward(ids, return_logits=False).new_tokens == before,
+    }
+
+
 def main():
     from harness import boot_vllm
     from harness.errors import UsageError
@@ -43,6 +69,7 @@ def main():
         weight = bridge.driver.get_param("model.norm.weight")
         found["norm"] = list(weight.shape)
         found["missing"] = bridge.driver.get_param("model.no.such.weight")
+        found |= worker_surface(bridge, ids)
         bridge.close()
         bridge.close()
     found["refused"] = []

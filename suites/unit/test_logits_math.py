@@ -77,10 +77,11 @@ class TestShards:
 
 
 class TestLoss:
-    def result(self, rows, starts, columns, new=1):
+    def result(self, rows, starts, columns, prompts, new=1):
         logits = pad_rows(rows, starts=starts, columns=columns, fill=-math.inf)
         lengths = [one.shape[0] for one in rows]
-        return ForwardResult({}, lengths, [[0] * new for _ in rows], logits=logits, starts=starts)
+        tokens = [[0] * new for _ in rows]
+        return ForwardResult({}, lengths, tokens, logits=logits, starts=starts, prompts=prompts)
 
     def test_by_hand(self):
         logits, tokens = normal(4, 6), [1, 5, 0, 2]
@@ -92,17 +93,16 @@ class TestLoss:
         prompts = [[1, 5, 0], [3, 4]]
         rows = [normal(3 + 2, 6), normal(2 + 2, 6, seed=1)]  # two decode rows each
         want = torch.cat([token_losses(rows[i][: len(p)], p) for i, p in enumerate(prompts)]).mean()
-        padded = [[9, 9, *prompts[0]], [9, *prompts[1], 9, 9]]
-        result = self.result(rows, [2, 1], 5, new=3)
-        assert float(next_token_loss(result, padded)) == pytest.approx(float(want), rel=1e-6)
+        result = self.result(rows, [2, 1], 5, prompts, new=3)
+        assert float(next_token_loss(result)) == pytest.approx(float(want), rel=1e-6)
 
     def test_one_token_has_no_loss(self):
         with pytest.raises(UsageError, match="at least two tokens"):
-            next_token_loss(self.result([normal(1, 6)], [0], 1), [[4]])
+            next_token_loss(self.result([normal(1, 6)], [0], 1, [[4]]))
 
     def test_logits_must_have_been_asked_for(self):
         with pytest.raises(CaptureError, match="return_logits=True"):
-            next_token_loss(replace(self.result([normal(2, 6)], [0], 2), logits=None), [[4, 5]])
+            next_token_loss(replace(self.result([normal(2, 6)], [0], 2, [[4, 5]]), logits=None))
 
 
 class TestFigures:

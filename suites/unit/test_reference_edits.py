@@ -18,7 +18,8 @@ from harness.points import EMBED, FINAL_NORM, nonfireable_points
 from harness.reference.backend import ReferenceBackend, boot_reference
 from harness.reference.hooks import capturing
 from harness.reference.load import load_model
-from harness.reference.run import References, forward_logits, run_reference, teacher_forced
+from harness.reference.references import References
+from harness.reference.run import forward_logits, run_reference, teacher_forced
 from harness.reference.truth import exact_forward, load_truth
 from suites.unit.small_llama import IDS, LAYERS, POINTS, PROMPTS, WIDTH
 

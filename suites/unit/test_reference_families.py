@@ -20,7 +20,8 @@ from harness.reference import hooks, selftest
 from harness.reference.backend import boot_reference
 from harness.reference.hooks import FAMILIES, emission_of
 from harness.reference.load import load_model
-from harness.reference.run import References, forward_logits, run_reference
+from harness.reference.references import References
+from harness.reference.run import forward_logits, run_reference
 from harness.reference.selftest import check_reference
 from harness.reference.truth import load_truth
 from harness.reference.weights import emission, final_norm_weight, unembedding_rows

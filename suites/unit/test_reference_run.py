@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from harness.errors import UsageError
 from harness.reference.load import load_model
-from harness.reference.run import References, run_reference, teacher_forced
+from harness.reference.references import References
+from harness.reference.run import run_reference, teacher_forced
 from harness.reference.truth import load_truth
 from suites.unit.small_llama import DTYPES, POINTS, PROMPTS, VOCAB, WIDTH
 
@@ -116,7 +117,7 @@ class TestReferences:
                 loaded.append(len(references._models))
                 return real(*args, **kwargs)
 
-            monkeypatch.setattr(f"harness.reference.run.{name}", spy)
+            monkeypatch.setattr(f"harness.reference.references.{name}", spy)
         for ids in ([1], [2], [3], [4]):
             references.get(checkpoint, "fp32", [ids], POINTS)
         assert set(loaded) == {0}

@@ -1,0 +1,327 @@
+"""The truth and the reference's realisations of every sequence the suites ask for, computed once and kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness.conventions import dtype_name
+from harness.errors import UsageError
+from harness.models import load_config, resolve
+from harness.points import BLOCK_OUT, all_points, check_capture, nonfireable_points
+from harness.reference.hooks import architecture_of, attention_of, module_paths, points_of
+from harness.reference.load import as_dtype, load_model
+from harness.reference.realisations import jitter, onednn_linears
+from harness.reference.run import ReferenceRun, per_sequence, run_reference
+from harness.reference.truth import load_truth, truth_dtype
+from harness.tokens import check_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from harness.interventions import Edit, Requests
+
+__all__ = ["DEFAULT_ATTENTION", "JITTERS", "MANY_JITTERS", "Pair", "References"]
+
+logger = logging.getLogger(__name__)
+
+#: What transformers picks by itself, and so what R stands for, unless its family leaves no choice. Noise per hook (rms
+#: over 241 rows) of eager attention ÷ that of sdpa: 0.94 to 1.10 at fp32; at bf16, where eager rounds its
+#: probabilities, 0.96 to 1.24 on SmolLM2 and 1.17 to 1.25 on the tiny Llama. The choice moves a bound by a quarter at
+#: most.
+DEFAULT_ATTENTION = "sdpa"
+_DEFAULT_BYTES = 2 << 30
+#: Jittered realisations of R that every case gets.
+JITTERS = 2
+#: … and that requests get that fail with those: an ill-conditioned row's error is one draw, and a few can all be small.
+MANY_JITTERS = 10
+
+#: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
+Role = str
+Ids = tuple[int, ...]
+#: What stands for a sequence's edits: their digests, in no order, since a forward decides it by their hooks.
+Edited = frozenset[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs a verdict needs: T, and R = the reference at the engine's dtype, in several realisations.
+
+    The first of ``same`` is R itself; in the others its embedding is moved by a unit in the last place and its linear
+    layers run in oneDNN, see
+    :mod:`harness.reference.realisations`. ``embed.hook_out`` is R's own in all of them.
+    """
+
+    truth: ReferenceRun
+    same: tuple[ReferenceRun, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One sequence: every hook point, and the logits."""
+
+    captured: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.logits.nbytes + sum(rows.nbytes for rows in self.captured.values())
+
+
+@dataclass
+class References:
+    """The truth and the reference of every sequence the suites ask for, computed once.
+
+    Kept per checkpoint, engine dtype, single sequence and its edits, with every hook point, so a new batch of known
+    prompts or another set of hooks costs nothing. The least recently used sequences go first once ``max_bytes`` is
+    reached. Only ``max_loaded`` models are in memory at a time.
+
+    Attributes:
+        max_loaded: models kept; T and R of one checkpoint are two.
+        max_bytes: limit on the kept rows; what a caller holds is not counted.
+        attn_implementation: of R, where its family leaves a choice; T is always eager.
+        computed: sequences run so far, for tests and the report.
+        seconds: time spent loading models and in their forwards.
+    """
+
+    max_loaded: int = 1
+    max_bytes: int = _DEFAULT_BYTES
+    attn_implementation: str = DEFAULT_ATTENTION
+    computed: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
+    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited], _Entry] = field(
+        default_factory=OrderedDict
+    )
+    _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept rows."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def get(
+        self,
+        path: str | Path,
+        engine_dtype: torch.dtype | str,
+        sequences: Sequence[Sequence[int]],
+        capture: Sequence[str],
+        *,
+        jitters: int = JITTERS,
+        edits: Requests | None = None,
+        logits: bool = False,
+    ) -> Pair:
+        """Return T and R for ``sequences``, in their order, computing only what isn't kept.
+
+        Args:
+            path: checkpoint folder, bundled name or hub id.
+            engine_dtype: dtype of the engine on trial.
+            sequences: token ids, n_i each.
+            capture: hook names.
+            jitters: how many realisations of R beside the plain one.
+            edits: per sequence, applied in T and in every realisation of R, each at its own dtype.
+            logits: whether the jittered realisations' logits are wanted too; T's and R's own always come.
+
+        Raises:
+            UsageError: everything the caller got wrong, before a model is loaded.
+        """
+        dtype = as_dtype(engine_dtype)
+        truth_dtype(dtype)
+        folder = str(resolve(path).fetch().resolve())
+        config = load_config(folder)
+        architecture_of(config)
+        layers = config.num_hidden_layers
+        names = check_capture(capture, all_points(layers), nonfireable_points(layers))
+        prompts = check_prompts(
+            sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings
+        )
+        edited = per_sequence(edits, prompts, layers)
+        _refuse_past_the_end(edited, prompts)
+        # Begin with the model that is loaded already: half the loads where few are kept.
+        jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
+        roles: list[Role] = ["truth", "same", *jittered]
+        roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
+        runs = {role: self._run(folder, dtype, role, prompts, names, edited, logits) for role in roles}
+        return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
+
+    def with_more(
+        self,
+        pair: Pair,
+        which: Sequence[int],
+        path: str | Path,
+        engine_dtype: torch.dtype | str,
+        sequences: Sequence[Sequence[int]],
+        capture: Sequence[str],
+        *,
+        edits: Requests | None = None,
+        logits: bool = False,
+    ) -> Pair:
+        """``pair`` with :data:`MANY_JITTERS` realisations for the sequences ``which``.
+
+        The others have their last realisation repeated, which changes nothing where the largest error counts.
+        """
+        chosen = list(which)
+        more = self.get(
+            path,
+            engine_dtype,
+            [sequences[i] for i in chosen],
+            capture,
+            jitters=MANY_JITTERS,
+            edits=None if edits is None else [edits[i] for i in chosen],
+            logits=logits,
+        )
+        last = pair.same[-1]
+        extra = [
+            _replaced(last, dict(zip(chosen, range(len(chosen)), strict=True)), one) for one in more.same
+        ]
+        return Pair(pair.truth, (*pair.same, *extra[len(pair.same) :]))
+
+    def close(self) -> None:
+        """Forget every model and every row; safe to call twice."""
+        self._models.clear()
+        self._entries.clear()
+
+    def _run(
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        role: Role,
+        prompts: list[list[int]],
+        names: list[str],
+        edits: list[tuple[Edit, ...]],
+        logits: bool,
+    ) -> ReferenceRun:
+        """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
+        entries: list[_Entry] = []
+        held: dict[tuple[Ids, Edited], _Entry] = {}
+        for ids, here in zip(map(tuple, prompts), edits, strict=True):
+            edited = frozenset(edit.digest for edit in here)
+            if (ids, edited) not in held:
+                key = (folder, dtype, role, ids, edited)
+                entry = self._entries.get(key)
+                if entry is None or (logits and not entry.logits.numel()):
+                    entry = self._compute(folder, dtype, role, ids, here, logits=logits)
+                held[ids, edited] = self._entries[key] = entry
+                self._entries.move_to_end(key)
+            entries.append(held[ids, edited])
+        self._evict()
+        return ReferenceRun(
+            prompts=[list(ids) for ids in prompts],
+            captured={name: [entry.captured[name] for entry in entries] for name in names},
+            logits=[entry.logits for entry in entries],
+        )
+
+    def _compute(
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        role: Role,
+        ids: Ids,
+        edits: tuple[Edit, ...],
+        *,
+        logits: bool,
+    ) -> _Entry:
+        model = self._model(folder, dtype, _model_role(role))
+        started = time.monotonic()
+        with _jittered(model, role):
+            run = run_reference(model, [ids], points_of(model), [edits])
+        self.seconds["forward"] += time.monotonic() - started
+        self.computed += 1
+        # A further realisation mostly serves as a measure of noise in the captures; logits would double what is kept.
+        kept = run.logits[0] if logits or not role.startswith("jitter") else run.logits[0][:0]
+        return _Entry({name: rows[0] for name, rows in run.captured.items()}, kept)
+
+    def _model(self, folder: str, dtype: torch.dtype, role: Role) -> PreTrainedModel:
+        key = (folder, dtype, role)
+        if key not in self._models:
+            # Freed before the next is loaded: two large models at once may not fit.
+            while len(self._models) >= max(self.max_loaded, 1):
+                self._models.popitem(last=False)
+            started = time.monotonic()
+            self._models[key] = (
+                load_truth(folder, dtype)
+                if role == "truth"
+                else load_model(
+                    folder,
+                    dtype,
+                    attn_implementation=attention_of(load_config(folder), self.attn_implementation),
+                )
+            )
+            took = time.monotonic() - started
+            self.seconds["load"] += took
+            logger.info(
+                "reference: loaded %s of %s for an engine at %s, %.1f s",
+                role,
+                folder,
+                dtype_name(dtype),
+                took,
+            )
+        self._models.move_to_end(key)
+        return self._models[key]
+
+    def _evict(self) -> None:
+        """Drop the least recently used sequences until the limit holds."""
+        total = self.nbytes
+        while self._entries and total > self.max_bytes:
+            _, entry = self._entries.popitem(last=False)
+            total -= entry.nbytes
+
+
+def _replaced(base: ReferenceRun, places: dict[int, int], other: ReferenceRun) -> ReferenceRun:
+    """``base`` with the sequences in ``places`` taken from ``other``: number in base → number in other."""
+
+    def merged(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [theirs[places[i]] if i in places else one for i, one in enumerate(ours)]
+
+    return ReferenceRun(
+        prompts=base.prompts,
+        captured={name: merged(rows, other.captured[name]) for name, rows in base.captured.items()},
+        logits=merged(base.logits, other.logits),
+    )
+
+
+def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]) -> None:
+    """A position without a row would leave the reference clean, and edits paired with the wrong sequence unnoticed."""
+    for number, (ids, here) in enumerate(zip(prompts, edits, strict=True)):
+        for edit in here:
+            if edit.pos and edit.pos[-1] >= len(ids):
+                last = f"hook {edit.hook!r}: position {edit.pos[-1]}"
+                msg = f"{last} is past the end of sequence {number}, which has {len(ids)} rows"
+                raise UsageError(msg)
+
+
+def _model_role(role: Role) -> Role:
+    """The jittered realisations run on R's own model."""
+    return "truth" if role == "truth" else "same"
+
+
+@contextmanager
+def _jittered(model: PreTrainedModel, role: Role) -> Iterator[None]:
+    """Within it, a jittered role's forward starts from a moved embedding and multiplies in oneDNN."""
+    if not role.startswith("jitter"):
+        yield
+        return
+    seed = int(role.removeprefix("jitter"))
+    # Moved where the first block takes it in, so that the embedding's own capture stays R's.
+    first = model.get_submodule(module_paths(model, [BLOCK_OUT.format(i=0)])[BLOCK_OUT.format(i=0)])
+
+    def move(
+        _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (jitter(args[0], seed), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": jitter(kwargs["hidden_states"], seed)}
+
+    handle = first.register_forward_pre_hook(move, with_kwargs=True)
+    try:
+        with onednn_linears(model):
+            yield
+    finally:
+        handle.remove()

@@ -20,7 +20,7 @@ ANSWERS = " Paris", " Rome"
 #: Patches per call: one program each, one request each.
 BATCH = 15
 #: In the smoke profile every so-many-th block is patched, and the last one.
-STRIDE = 7
+STRIDE = 10
 
 
 class Answer:

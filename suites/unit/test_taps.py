@@ -121,6 +121,20 @@ def test_an_edit_lands_as_the_canonical_value(kind: str, dtype: torch.dtype, spe
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["set a number", "set per channel"])
+def test_what_is_set_lies_rounded_in_the_table(kind: str, spec: str) -> None:
+    """A compiled graph may use the table's numbers before it rounds them, and a LayerNorm sees the difference."""
+    module, taps = tapped(kind, torch.bfloat16)
+    [[edit]] = parse_interventions(
+        {HOOK: SPECS[spec]}, widths={HOOK: WIDTH}, nonfireable={}, lengths=[ROWS], dtype=torch.bfloat16
+    )
+    taps.load(Plan(((edit,),), ()))
+    bias = taps.taps[HOOK].bias[1]
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, module.emission.bias(0.0, edit.bias).bfloat16().float().expand(WIDTH))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_emitted_is_rounded_once(kind: str) -> None:
     """bf16: against the same map in fp64, no value is off by more than half a unit, but for fp32's own rounding."""
     module, taps = tapped(kind, torch.bfloat16)

@@ -64,6 +64,8 @@ class Overlay:
         embed_factor: dot path of what the model multiplies the embedding module's output by; empty: it does not.
         norm_plus_one: the final norm multiplies by 1 + its weight.
         norm_bias: the final norm adds a bias after its weight.
+        plain_sum: the layer adds up the residual stream in plain tensor operations and returns it. Compiled and below
+            fp32, inductor then carries the stream unrounded over several blocks; a tap stores it, and so rounds it.
     """
 
     architecture: str
@@ -75,6 +77,7 @@ class Overlay:
     embed_factor: str = ""
     norm_plus_one: bool = False
     norm_bias: bool = False
+    plain_sum: bool = False
 
     def emission(self, template: str) -> dict[str, Any]:
         """How a point's module emits its value: fields of :class:`TapSpec`."""
@@ -120,9 +123,9 @@ _OTHERS = (
     # Embeddings are scaled by √width outside embed_tokens, by a buffer at the engine's dtype. The branches' own norms
     # come after attn and mlp, inside the layer.
     Overlay("Gemma2ForCausalLM", embed_factor="model.normalizer", norm_plus_one=True),
-    # The layer returns the stream itself; the branches are scaled in it, after attn and mlp.
-    Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier"),
-    # Attention and MLP read one LayerNorm's output, and the layer returns the stream.
+    # The branches are scaled in the layer, after attn and mlp.
+    Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier", plain_sum=True),
+    # Attention and MLP read one LayerNorm's output.
     Overlay(
         "GPTJForCausalLM",
         embed="transformer.wte",
@@ -131,6 +134,7 @@ _OTHERS = (
         mlp="transformer.h.{i}.mlp",
         norm="transformer.ln_f",
         norm_bias=True,
+        plain_sum=True,
     ),
 )
 OVERLAYS = {overlay.architecture: overlay for overlay in (*map(Overlay, _LLAMA_LIKE), *_OTHERS)}

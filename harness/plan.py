@@ -29,7 +29,7 @@ class Profile:
 
 
 PROFILES = {
-    "smoke": Profile("minutes on two cores", (64,), 50),
+    "smoke": Profile("minutes on two cores", (64,), 25),
     "full": Profile("every step size", (64, 16, 256), 300),
     "nightly": Profile("every step size, most examples", (64, 16, 256), 1000),
 }

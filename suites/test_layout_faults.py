@@ -91,7 +91,7 @@ def test_a_lost_rank_costs_its_own_call(parity, fault):
         family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
         assert len(family) >= 3, "two ranks were to be started"
         with pytest.raises(EngineError) as caught:
-            engine.request("forward", 25.0, input_ids=prompts, capture=["embed.hook_out"])
+            engine.request("forward", 15.0, input_ids=prompts, capture=["embed.hook_out"])
         parity.note(fault, message=str(caught.value).splitlines()[0])
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

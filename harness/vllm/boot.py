@@ -192,7 +192,8 @@ def boot_vllm(
         pipeline_parallel_size: stages the layers are cut into.
         hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
             left out cost no memory and cannot be captured.
-        max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point.
+        max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point. With 0
+            nothing can be edited, and taps change no bit of the results either, see ``docs/interventions.md``.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
 
     Raises:
@@ -220,7 +221,9 @@ def boot_vllm(
             msg = "hook_points is empty: name at least one, or leave it out for all of them"
             raise UsageError(msg)
         spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
-    spec = replace(spec, max_programs=_positive_int("max_edit_programs", max_edit_programs))
+    if max_edit_programs != 0:
+        _positive_int("max_edit_programs", max_edit_programs)
+    spec = replace(spec, max_programs=max_edit_programs)
     if kv_bytes is not None:
         vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
     from harness.vllm.worker import WORKER_CLASS

@@ -29,6 +29,7 @@ __all__ = [
     "Switch",
     "Tap",
     "TapSet",
+    "capture_hook",
     "edit",
     "emission_of",
     "emit",
@@ -83,6 +84,11 @@ def tap_hook(module: nn.Module, _args: Any, output: Any) -> Any:
     rows, changed = edit(module, rows)
     keep(module, rows)
     return emit(output, rows, changed, pair=pair)
+
+
+def capture_hook(module: nn.Module, _args: Any, output: Any) -> None:
+    """Keep the rows that are wanted; the module's output goes on as it is. For engines that nobody edits."""
+    keep(module, whole_rows(module, output)[1])
 
 
 def keep(module: nn.Module, rows: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from harness.conventions import Emission
 from harness.vllm import internals
 from harness.vllm.overlays import get_overlay
 from harness.vllm.spec import HarnessSpec
-from harness.vllm.taps import TapSet, emission_of, install_taps, tap_hook
+from harness.vllm.taps import TapSet, capture_hook, emission_of, install_taps, tap_hook
 from harness.vllm.worker_extension import TLWorkerExtension
 
 __all__ = ["WORKER_CLASS", "CaptureWorker"]
@@ -61,7 +61,8 @@ class CaptureWorker(TLWorkerExtension, _Base):
             max_programs=spec.max_programs,
             dtype=internals.activation_dtype(self),
             device=self.device,
-            hook=type(self).tap_hook,
+            # Without room for edits there is none of their arithmetic in the graph either.
+            hook=type(self).tap_hook if spec.max_programs else capture_hook,
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:

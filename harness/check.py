@@ -20,7 +20,6 @@ from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
 from harness.reference.run import teacher_forced
-from harness.results import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,12 +35,7 @@ if TYPE_CHECKING:
     from harness.results import ForwardResult
     from harness.session import ParitySession
 
-__all__ = ["Parity", "rows_by_hook"]
-
-
-def rows_by_hook(result: ForwardResult) -> dict[str, list[torch.Tensor]]:
-    """A result's captures without padding: hook → one (n_rows, width) per request."""
-    return {name: split_rows(padded, result.lengths) for name, padded in result.captured.items()}
+__all__ = ["Parity"]
 
 
 class Parity:
@@ -161,7 +155,7 @@ class Parity:
         """
         sequences = teacher_forced(prompts, result.new_tokens)
         names = list(result.captured)
-        rows = rows_by_hook(result)
+        rows = result.rows_by_hook()
         verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's

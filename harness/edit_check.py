@@ -25,7 +25,6 @@ from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.points import BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
-from harness.results import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,10 +63,6 @@ class EditedCall:
     must_bite: bool
     problems: list[str] = field(default_factory=list)
 
-    def rows(self, result: ForwardResult) -> Rows:
-        """Captures without padding."""
-        return {name: split_rows(padded, result.lengths) for name, padded in result.captured.items()}
-
     @property
     def same_tokens(self) -> list[int]:
         """Per request, rows that were fed the same tokens with and without the edits."""
@@ -96,7 +91,7 @@ def problems_of(call: EditedCall) -> list[str]:
 
 
 def _reverted(call: EditedCall) -> None:
-    before, after = call.rows(call.clean), call.rows(call.after)
+    before, after = call.clean.rows_by_hook(), call.after.rows_by_hook()
     found = _first_difference(before, after, None)
     if found or call.clean.new_tokens != call.after.new_tokens:
         call.problems.append(
@@ -113,7 +108,7 @@ def _untouched(call: EditedCall) -> None:
     ]
     names = list(call.clean.captured)
     untouched = {name: [~mask[name] for mask in masks] for name in names}
-    found = _first_difference(call.rows(call.clean), call.rows(call.edited), untouched)
+    found = _first_difference(call.clean.rows_by_hook(), call.edited.rows_by_hook(), untouched)
     count = sum(int(mask.sum()) for name in names for mask in untouched[name])
     parity.note(f"{call.label}: untouched", rows=count, claim="equal in every bit")
     if found:
@@ -144,7 +139,7 @@ def _first_difference(
 
 
 def _exact(call: EditedCall) -> None:
-    captured = call.rows(call.edited)
+    captured = call.edited.rows_by_hook()
     checked = 0
     for request, edits in enumerate(call.edits):
         for edit in edits:
@@ -190,7 +185,7 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
 
     def judge(pair: Pair, *, explain: bool) -> CaseVerdict:
         return compare(
-            call.rows(call.edited),
+            call.edited.rows_by_hook(),
             pair.truth.captured,
             [run.captured for run in pair.same],
             dtype=parity.config.dtype,
@@ -235,7 +230,7 @@ def _vectors(call: EditedCall) -> list[tuple[str, torch.Tensor]]:
 def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     parity = call.parity
     counts = call.same_tokens
-    engine = _minus(call.rows(call.edited), call.rows(call.clean), counts)
+    engine = _minus(call.edited.rows_by_hook(), call.clean.rows_by_hook(), counts)
 
     def sides(edited: Pair, clean: Pair) -> tuple[Rows, list[Rows]]:
         truth = _minus(edited.truth.captured, clean.truth.captured, counts)

@@ -17,7 +17,7 @@ from harness.errors import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows", "split_rows"]
+__all__ = ["ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows"]
 
 
 @dataclass
@@ -51,6 +51,10 @@ class ForwardResult:
     def rows(self, hook: str, request: int) -> torch.Tensor:
         """The real rows of one request, (n_rows, width), without padding."""
         return self.captured[hook][request, self._span(request)]
+
+    def rows_by_hook(self) -> dict[str, list[torch.Tensor]]:
+        """All captures without padding: hook → one (n_rows, width) per request."""
+        return {hook: [self.rows(hook, i) for i in range(len(self.lengths))] for hook in self.captured}
 
     def logit_rows(self, request: int) -> torch.Tensor:
         """The logits of one request's real rows, (n_rows, d_vocab) fp32.
@@ -136,11 +140,6 @@ def pad_rows(
     for index, (begin, one) in enumerate(zip(begins, rows, strict=True)):
         padded[index, begin : begin + one.shape[0]] = one
     return padded
-
-
-def split_rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Undo :func:`pad_rows`: (batch, seq, width) → one (n_i, width) view per request."""
-    return [padded[i, :n] for i, n in enumerate(lengths)]
 
 
 def match_request_id(external: str, internal: Sequence[str] | Mapping[str, Any]) -> str:

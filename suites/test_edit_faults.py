@@ -6,12 +6,11 @@ healthy engine passes in ``test_interventions``; the control case here runs all 
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from harness.prompts import of_length
 from suites.edits import Sizes, randn
+from suites.trial import expect_red
 
 HOOK = "blocks.1.hook_out"
 FINAL = "ln_final.hook_normalized"
@@ -95,11 +94,7 @@ FAULTS = {
 def test_planted_fault_is_caught(parity, fault):
     """A worker that edits like this turns the intervention checks red, and the message says where and how."""
     call, says = FAULTS[fault]
-    with parity.planted(f"edits.{fault}") as faulty, pytest.raises(pytest.fail.Exception) as caught:
-        call(faulty)
-    message = str(caught.value)
-    parity.note(fault, caught_by=call.__name__, message=message.splitlines()[0])
-    assert re.search(says, message, re.DOTALL), f"caught, but not explained as /{says}/:\n{message}"
+    expect_red(parity, f"edits.{fault}", call, says)
 
 
 @on_tiny

@@ -6,12 +6,11 @@ that check fails and its message names the mistake. The healthy engine passes th
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from harness.errors import CaptureError
 from suites import test_activations
+from suites.trial import expect_red
 
 #: Fault → the check that must catch it, and what its message must say.
 FAULTS = {
@@ -45,13 +44,7 @@ FAULTS = {
 def test_planted_fault_is_caught(parity, fault):
     """A worker with this mistake turns the activation suite red, and the message names the mistake."""
     check, says = FAULTS[fault]
-    with parity.planted(f"workers.{fault}") as faulty, pytest.raises(pytest.fail.Exception) as caught:
-        check(faulty)
-    message = str(caught.value)
-    parity.note(
-        fault, caught_by=getattr(check, "__name__", "test_prompt_length"), message=message.splitlines()[0]
-    )
-    assert re.search(says, message, re.DOTALL), f"caught, but not explained as /{says}/:\n{message}"
+    expect_red(parity, f"workers.{fault}", check, says)
 
 
 @pytest.mark.parity(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import psutil
 import pytest
 
 from harness.errors import CaptureError, EngineError
 from harness.prompts import of_length
 from suites import test_activations, test_logits
+from suites.trial import expect_red
 
 
 def batch(parity):
@@ -65,14 +64,7 @@ def test_planted_faults_are_caught(parity):
     """Every way a rank can go wrong on this topology is caught and told by hook and rank."""
     for fault, (check, says) in FAULTS[str(parity.config.topology)].items():
         side = "driver" if fault == "ShardsInWrongOrder" else "worker"
-        red = pytest.raises((pytest.fail.Exception, CaptureError, EngineError))
-        with red as caught, parity.planted(f"ranks.{fault}", side=side) as faulty:
-            check(faulty)
-        message = str(caught.value)
-        parity.note(fault, message=message.splitlines()[0])
-        assert re.search(says, message, re.DOTALL), (
-            f"{fault}: caught, but not explained as /{says}/:\n{message}"
-        )
+        expect_red(parity, f"ranks.{fault}", check, says, errors=(CaptureError, EngineError), side=side)
 
 
 @pytest.mark.parametrize("fault", ["RankDies", "RankHangs"])

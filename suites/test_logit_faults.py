@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from harness.errors import CaptureError
 from harness.loss import token_losses
 from harness.prompts import of_length
 from suites import test_logits
+from suites.trial import expect_red
 
 
 def left_padded(parity):
@@ -75,14 +74,7 @@ FAULTS = {
 def test_planted_faults_are_caught(parity):
     """Logits made wrongly, in every way this model can show, turn the logit checks red, and the message says where."""
     for fault, (check, says, options) in FAULTS[parity.config.model].items():
-        red = pytest.raises((pytest.fail.Exception, CaptureError))
-        with parity.planted(f"logits.{fault}", side="driver", **options) as faulty, red as caught:
-            check(faulty)
-        message = str(caught.value)
-        parity.note(fault, message=message.splitlines()[0])
-        assert re.search(says, message, re.DOTALL), (
-            f"{fault}: caught, but not explained as /{says}/:\n{message}"
-        )
+        expect_red(parity, f"logits.{fault}", check, says, errors=(CaptureError,), side="driver", **options)
 
 
 @pytest.mark.parity(

@@ -6,19 +6,16 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from harness import points
 from harness.errors import CaptureError, UsageError
-from harness.interventions import parse_interventions, plan_programs
-from harness.masks import read_mask, shift_edits
 from harness.points import FINAL_NORM
 from harness.results import ForwardResult, pad_rows
-from harness.tokens import check_prompts, token_rows
+from harness.tokens import check_prompts
 from harness.vllm import internals
+from harness.vllm.call import Limits, check_stops
 from harness.vllm.layout import Layout, Place, verify_layout
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
 from harness.vllm.spec import HarnessSpec
@@ -117,9 +114,9 @@ class VLLMDriver:
             CaptureError: a row is missing or doubled, or a hook was silent.
         """
         self._alive()
-        stop_token_ids = _stops(stop_token_ids, self._vocab_size)
+        stop_token_ids = check_stops(stop_token_ids, self._vocab_size)
         names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
-        call = self._plan(input_ids, attention_mask, intervene, max_new_tokens)
+        call = self._limits.check(input_ids, attention_mask, intervene, max_new_tokens)
         rebuild = return_logits and self._logits.available
         keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
         armed = [*(n for n in names if n != FINAL_NORM), FINAL_NORM] if rebuild else names
@@ -155,32 +152,6 @@ class VLLMDriver:
         if self._closed:
             msg = "this engine was closed; boot another"
             raise UsageError(msg)
-
-    def _plan(self, input_ids: Any, attention_mask: Any, intervene: Any, k: int) -> _Call:
-        """Check everything a call brings, before anything is sent."""
-        if type(k) is not int or k < 1:
-            msg = f"max_new_tokens must be an integer from 1, not {k!r}"
-            raise UsageError(msg)
-        room = {"max_len": self.max_model_len, "new_tokens": k}
-        if attention_mask is None:
-            prompts = check_prompts(input_ids, vocab_size=self._vocab_size, **room)
-            starts, columns = [0] * len(prompts), 0
-        else:
-            rows = token_rows(input_ids)  # pads may be no token of the vocabulary at all
-            spans = read_mask(attention_mask, rows)
-            real = [row[begin:end] for row, (begin, end) in zip(rows, spans, strict=True)]
-            prompts = check_prompts(real, vocab_size=self._vocab_size, **room)
-            starts, columns = [begin for begin, _ in spans], max(map(len, rows))
-        edits = parse_interventions(
-            intervene,
-            widths=self._widths,
-            nonfireable=self.non_fireable_hook_points,
-            lengths=[begin + len(prompt) + k - 1 for begin, prompt in zip(starts, prompts, strict=True)],
-            dtype=self.llm.llm_engine.model_config.dtype,
-        )
-        edits = shift_edits(edits, starts)
-        plan_programs(edits, limit=self._max_programs)
-        return _Call(prompts, edits, starts, columns)
 
     def _generate(
         self,
@@ -276,7 +247,7 @@ class VLLMDriver:
     def worker_logits(self, input_ids: Any) -> list[torch.Tensor]:
         """Logits of every prompt row by the model's own ``compute_logits``, (n_prompt, d_vocab) each, at its dtype."""
         self._alive()
-        call = self._plan(input_ids, None, None, 1)
+        call = self._limits.check(input_ids, None, None, 1)
         keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
         with self._armed([FINAL_NORM]):
             self._generate(call.prompts, keys, 1)
@@ -335,6 +306,17 @@ class VLLMDriver:
             yield
         finally:
             internals.call_workers(self.llm, "tl_reset_accumulators")
+
+    @cached_property
+    def _limits(self) -> Limits:
+        return Limits(
+            vocab_size=self._vocab_size,
+            max_model_len=self.max_model_len,
+            widths=self._widths,
+            nonfireable=self.non_fireable_hook_points,
+            max_programs=self._max_programs,
+            dtype=self.llm.llm_engine.model_config.dtype,
+        )
 
     @contextlib.contextmanager
     def _edited(self, edits: dict[str, tuple[Edit, ...]]) -> Iterator[None]:
@@ -395,30 +377,6 @@ class VLLMDriver:
         if not self._closed:
             self._closed = True
             internals.shut_down(self.llm)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A checked call: what is sent, and where its rows belong in the padded batch."""
-
-    prompts: list[list[int]]
-    edits: list[tuple[Edit, ...]]
-    starts: list[int]
-    columns: int
-
-
-def _stops(stop_token_ids: Any, vocab_size: int) -> list[int]:
-    """Stop tokens as a list of ids.
-
-    Raises:
-        UsageError: something else.
-    """
-    if isinstance(stop_token_ids, Iterable) and not isinstance(stop_token_ids, str | bytes):
-        stops = list(stop_token_ids)
-        if all(type(token) is int and 0 <= token < vocab_size for token in stops):
-            return stops
-    msg = f"stop_token_ids is {stop_token_ids!r}; it is a list of token ids from 0 to {vocab_size - 1}"
-    raise UsageError(msg)
 
 
 def _largest(by_rank: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import CaptureError
-from harness.results import Segment, join_segments, match_request_id, pad_rows, split_rows
+from harness.results import ForwardResult, Segment, join_segments, match_request_id, pad_rows
 from harness.vllm.accumulator import Accumulator, StepRows
 
 
@@ -59,7 +59,10 @@ def test_padding_and_back(lengths):
     parts = [rows(n) + i for i, n in enumerate(lengths)]
     padded = pad_rows(parts)
     assert padded.shape == (len(lengths), max(lengths), 3)
-    assert all(torch.equal(a, b) for a, b in zip(split_rows(padded, lengths), parts, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ForwardResult({"h": padded}, lengths, []).rows_by_hook()["h"], parts, strict=True)
+    )
     assert all(not padded[i, n:].any() for i, n in enumerate(lengths))
 
 

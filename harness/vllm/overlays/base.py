@@ -64,8 +64,6 @@ class Overlay:
         embed_factor: dot path of what the model multiplies the embedding module's output by; empty: it does not.
         norm_plus_one: the final norm multiplies by 1 + its weight.
         norm_bias: the final norm adds a bias after its weight.
-        plain_sum: the layer adds up the residual stream in plain tensor operations and returns it. Compiled and below
-            fp32, inductor then carries the stream unrounded over several blocks; a tap stores it, and so rounds it.
     """
 
     architecture: str
@@ -77,7 +75,6 @@ class Overlay:
     embed_factor: str = ""
     norm_plus_one: bool = False
     norm_bias: bool = False
-    plain_sum: bool = False
 
     def emission(self, template: str) -> dict[str, Any]:
         """How a point's module emits its value: fields of :class:`TapSpec`."""
@@ -124,7 +121,7 @@ _OTHERS = (
     # come after attn and mlp, inside the layer.
     Overlay("Gemma2ForCausalLM", embed_factor="model.normalizer", norm_plus_one=True),
     # The branches are scaled in the layer, after attn and mlp.
-    Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier", plain_sum=True),
+    Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier"),
     # Attention and MLP read one LayerNorm's output.
     Overlay(
         "GPTJForCausalLM",
@@ -134,7 +131,6 @@ _OTHERS = (
         mlp="transformer.h.{i}.mlp",
         norm="transformer.ln_f",
         norm_bias=True,
-        plain_sum=True,
     ),
 )
 OVERLAYS = {overlay.architecture: overlay for overlay in (*map(Overlay, _LLAMA_LIKE), *_OTHERS)}

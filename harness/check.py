@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import pytest
 
 from harness.backend import Topology
 from harness.edit_check import EditedCall, problems_of
+from harness.geometry import Geometry
 from harness.interventions import parse_interventions, plain_specs
 from harness.logit_check import logit_problems
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
-from harness.points import all_points, nonfireable_points
+from harness.points import all_points, every_point, nonfireable_points, select
 from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
@@ -68,15 +70,20 @@ class Parity:
         """Token ids run from 0 to one below this."""
         return int(self.hf_config.vocab_size)
 
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The model's sizes."""
+        return Geometry.of(self.hf_config)
+
     @property
     def n_layers(self) -> int:
         """Blocks of the model."""
-        return int(self.hf_config.num_hidden_layers)
+        return self.geometry.layers
 
     @property
     def width(self) -> int:
         """Width of the residual stream."""
-        return int(self.hf_config.hidden_size)
+        return self.geometry.width
 
     @property
     def k(self) -> float:
@@ -101,8 +108,9 @@ class Parity:
 
     @property
     def hook_points(self) -> list[str]:
-        """What the engine must serve: every point of the model, whatever the engine itself says it serves."""
-        return all_points(self.n_layers)
+        """What the engine must serve, whatever it says itself: the usual points, or those it was booted for."""
+        asked = self.config.options.get("hook_points")
+        return all_points(self.n_layers) if asked is None else select(asked, every_point(self.n_layers))
 
     @property
     def step(self) -> int:
@@ -124,6 +132,11 @@ class Parity:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.config.path)
+
+    def needs(self, module: str, what: str) -> None:
+        """Skip the case, in the class of missing machinery, unless a module can be imported here."""
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"no-hardware: {what}")
 
     def not_applicable(self, reason: str) -> Any:
         """Skip the case, in the class of things that make no sense for this model."""
@@ -223,7 +236,7 @@ class Parity:
         """Read specs as the engine does, for requests of so many rows."""
         return parse_interventions(
             plain_specs(intervene),
-            widths=dict.fromkeys(self.hook_points, self.width),
+            widths=self.geometry.widths(self.hook_points),
             nonfireable=nonfireable_points(self.n_layers),
             lengths=lengths,
             dtype=as_dtype(self.config.dtype),
@@ -350,7 +363,13 @@ class Parity:
         """
         planted = {f"{side}_cls": f"harness.faults.{fault}"}
         with self.spare_engine(**planted, **options) as engine:
-            yield _OnTrial(self._session, self.config, engine)
+            yield _OnTrial(self._session, engine)
+
+    @contextlib.contextmanager
+    def variant(self, **options: Any) -> Iterator[Parity]:
+        """The same checks on a second engine that differs by ``options``; what they find is the case's."""
+        with self.spare_engine(**options) as engine:
+            yield _OnEngine(self._session, engine)
 
     def on_one_rank(self) -> Engine:
         """The engine like this one but for its topology."""
@@ -364,7 +383,7 @@ class Parity:
     @property
     def noise(self) -> dict[str, float]:
         """The reference's own error per hook at this dtype, measured once per run on the calibration prompts."""
-        return self._session.noise(self.config, lambda: calibration(self))
+        return self._session.noise(self.config, self.hook_points, lambda: calibration(self))
 
     @cached_property
     def final_norm_weight(self) -> torch.Tensor:
@@ -386,17 +405,21 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-class _OnTrial(Parity):
-    """A broken engine: judged like any other, but its red verdicts are what the case wants and not its result."""
+class _OnEngine(Parity):
+    """The checks on an engine of one's own, which the pool hands to nobody else."""
 
-    def __init__(self, session: ParitySession, config: BootConfig, engine: Engine) -> None:
-        super().__init__(session, config)
+    def __init__(self, session: ParitySession, engine: Engine) -> None:
+        super().__init__(session, engine.config)
         self._engine = engine
 
     @property
     def engine(self) -> Engine:
-        """The broken engine."""
+        """That engine."""
         return self._engine
+
+
+class _OnTrial(_OnEngine):
+    """A broken engine: judged like any other, but its red verdicts are what the case wants and not its result."""
 
     @property
     def hook_points(self) -> list[str]:

@@ -78,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folder", metavar="RUN", help="folder of a run, reports/<time>-<profile>")
     report.set_defaults(run=_report)
+    families = verbs.add_parser(
+        "families",
+        help="print a run as Markdown tables of models by points",
+        description="What docs/families.md is made of.",
+    )
+    families.add_argument("folder", metavar="RUN", help="folder of a run, reports/<time>-<profile>")
+    families.set_defaults(run=_families)
     return parser
 
 
@@ -271,6 +278,14 @@ def _report(arguments: argparse.Namespace) -> int:
     print("not green: " + "; ".join(problems) if problems else "parity holds")
     print(page)
     return _status(records, problems)
+
+
+def _families(arguments: argparse.Namespace) -> int:
+    from harness.report.families import family_tables
+    from harness.store import read_run
+
+    print(family_tables(read_run(arguments.folder)), end="")
+    return OK
 
 
 def _status(records: RunRecords, problems: Sequence[str]) -> int:

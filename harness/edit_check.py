@@ -224,7 +224,8 @@ def _kept(call: EditedCall) -> dict[str, torch.Tensor]:
 def _vectors(call: EditedCall) -> list[tuple[str, torch.Tensor]]:
     """What was added where, so that a row that lacks it, or has it and should not, is recognised."""
     added = {edit.key: edit for edits in call.edits for edit in edits if edit.op == "add"}
-    return [(f"added at {edit.hook}", edit.bias.expand(call.parity.width)) for edit in added.values()]
+    width = call.parity.geometry.row_width
+    return [(f"added at {edit.hook}", edit.bias.expand(width(edit.hook))) for edit in added.values()]
 
 
 def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:

@@ -15,51 +15,88 @@ from typing import TYPE_CHECKING
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "ATTN_IN",
     "ATTN_OUT",
+    "BLOCK_IN",
     "BLOCK_OUT",
     "EMBED",
     "FINAL_NORM",
     "FIREABLE_TEMPLATES",
+    "HEAD_K",
+    "HEAD_Q",
+    "HEAD_V",
+    "HEAD_Z",
+    "KV_HEAD_TEMPLATES",
+    "MLP_IN",
     "MLP_OUT",
     "NONFIREABLE_TEMPLATES",
+    "Q_HEAD_TEMPLATES",
+    "ROT_K",
+    "ROT_Q",
+    "TEMPLATES",
     "HookPoint",
     "all_points",
     "check_capture",
+    "every_point",
     "nonfireable_points",
     "select",
 ]
 
 EMBED = "embed.hook_out"
+BLOCK_IN = "blocks.{i}.hook_in"
+ATTN_IN = "blocks.{i}.attn.hook_in"
+HEAD_Q = "blocks.{i}.attn.hook_q"
+HEAD_K = "blocks.{i}.attn.hook_k"
+HEAD_V = "blocks.{i}.attn.hook_v"
+ROT_Q = "blocks.{i}.attn.hook_rot_q"
+ROT_K = "blocks.{i}.attn.hook_rot_k"
+HEAD_Z = "blocks.{i}.attn.hook_z"
 ATTN_OUT = "blocks.{i}.attn.hook_out"
+MLP_IN = "blocks.{i}.mlp.hook_in"
 MLP_OUT = "blocks.{i}.mlp.hook_out"
 BLOCK_OUT = "blocks.{i}.hook_out"
 FINAL_NORM = "ln_final.hook_normalized"
 
-#: Templates of the points every backend serves, in the order a forward computes them.
+#: Templates of every point that can fire, in the order a forward computes them.
+TEMPLATES = (
+    EMBED,
+    BLOCK_IN,
+    ATTN_IN,
+    HEAD_Q,
+    HEAD_K,
+    HEAD_V,
+    ROT_Q,
+    ROT_K,
+    HEAD_Z,
+    ATTN_OUT,
+    MLP_IN,
+    MLP_OUT,
+    BLOCK_OUT,
+    FINAL_NORM,
+)
+#: Templates of the points every backend serves unless told otherwise.
 FIREABLE_TEMPLATES = (EMBED, ATTN_OUT, MLP_OUT, BLOCK_OUT, FINAL_NORM)
+#: Templates whose rows are made of query heads, and of key-value heads.
+Q_HEAD_TEMPLATES = (HEAD_Q, ROT_Q, HEAD_Z)
+KV_HEAD_TEMPLATES = (HEAD_K, HEAD_V, ROT_K)
 
-_FUSED = "the engine computes it inside a fused kernel; no module emits it"
-_NO_TAP = "no tap reads module inputs yet"
+_FUSED = "the engine computes it inside a fused kernel; no module emits it. It follows from hook_rot_q and hook_rot_k"
 _LOGITS = "logits are rebuilt from the final norm instead: use ForwardResult.logits"
 
-#: Templates of the points that exist by name but cannot fire yet, each with the reason.
+#: Templates of the points that exist by name but cannot fire, each with the reason.
 NONFIREABLE_TEMPLATES = {
-    **{
-        f"blocks.{{i}}.attn.hook_{part}": _FUSED
-        for part in ("q", "k", "v", "z", "rot_q", "rot_k", "pattern", "attn_scores")
-    },
-    "blocks.{i}.hook_in": _NO_TAP,
-    "blocks.{i}.attn.hook_in": _NO_TAP,
-    "blocks.{i}.mlp.hook_in": _NO_TAP,
+    "blocks.{i}.attn.hook_pattern": _FUSED,
+    "blocks.{i}.attn.hook_attn_scores": _FUSED,
     "unembed.hook_out": _LOGITS,
 }
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_IN_BLOCKS = tuple(template for template in TEMPLATES if "{i}" in template)
 #: Position of a template inside its block, as the forward computes it.
-_WITHIN_BLOCK = {"attn.hook_out": 0, "mlp.hook_out": 1, "hook_out": 2}
+_WITHIN_BLOCK = {template.removeprefix("blocks.{i}."): place for place, template in enumerate(_IN_BLOCKS)}
 
 
 @dataclass(frozen=True, order=True)
@@ -85,7 +122,7 @@ class HookPoint:
         match = _BLOCK.fullmatch(name)
         if match and match[2] in _WITHIN_BLOCK:
             return cls(1, int(match[1]), _WITHIN_BLOCK[match[2]], name)
-        msg = f"{name!r} is no fireable hook point; the templates are {', '.join(FIREABLE_TEMPLATES)}"
+        msg = f"{name!r} is no fireable hook point; the templates are {', '.join(TEMPLATES)}"
         raise UsageError(msg)
 
     @property
@@ -99,16 +136,22 @@ class HookPoint:
 
 
 def all_points(n_layers: int) -> list[str]:
-    """Every fireable point of a model with ``n_layers`` blocks, in forward order."""
-    blocks = (t.format(i=i) for i in range(n_layers) for t in (ATTN_OUT, MLP_OUT, BLOCK_OUT))
-    return [EMBED, *blocks, FINAL_NORM]
+    """The points that a model with ``n_layers`` blocks serves unless told otherwise, in forward order."""
+    return every_point(n_layers, FIREABLE_TEMPLATES)
 
 
-def nonfireable_points(n_layers: int) -> dict[str, str]:
+def every_point(n_layers: int, templates: Sequence[str] = TEMPLATES) -> list[str]:
+    """Every point of some templates (given in forward order) in a model with ``n_layers`` blocks, in forward order."""
+    blocks = (t.format(i=i) for i in range(n_layers) for t in templates if "{i}" in t)
+    first, last = ([t] if t in templates else [] for t in (EMBED, FINAL_NORM))
+    return [*first, *blocks, *last]
+
+
+def nonfireable_points(n_layers: int, templates: Mapping[str, str] = NONFIREABLE_TEMPLATES) -> dict[str, str]:
     """Every known but not fireable point of a model with ``n_layers`` blocks, with its reason."""
     return {
         template.format(i=i): reason
-        for template, reason in NONFIREABLE_TEMPLATES.items()
+        for template, reason in templates.items()
         for i in (range(n_layers) if "{i}" in template else (0,))
     }
 

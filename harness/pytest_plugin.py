@@ -159,6 +159,8 @@ def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
         return False
     if "topologies" in limits and str(config.topology) not in limits["topologies"]:
         return False
+    if "steps" in limits and config.max_num_batched_tokens not in limits["steps"]:
+        return False
     if "backends" in limits and config.backend not in limits["backends"]:
         return False
     if limits.get("tokenizer"):

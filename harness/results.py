@@ -25,7 +25,8 @@ class ForwardResult:
     """One forward over a batch.
 
     Attributes:
-        captured: hook name → (batch, seq, width) at the engine's dtype, on CPU, zeros right of each row's end.
+        captured: hook name → (batch, seq, width), or (batch, seq, heads, head_dim) where rows are made of heads, at the
+            engine's dtype, on CPU, zeros right of each row's end.
         lengths: rows per request: prompt tokens plus fed-back decode tokens (``n_prompt + k - 1``).
         new_tokens: greedy token ids per request, ``k`` each.
         logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
@@ -49,12 +50,14 @@ class ForwardResult:
         self.starts = self.starts or [0] * len(self.lengths)
 
     def rows(self, hook: str, request: int) -> torch.Tensor:
-        """The real rows of one request, (n_rows, width), without padding."""
+        """The real rows of one request, (n_rows, width) or (n_rows, heads, head_dim), without padding."""
         return self.captured[hook][request, self._span(request)]
 
     def rows_by_hook(self) -> dict[str, list[torch.Tensor]]:
-        """All captures without padding: hook → one (n_rows, width) per request."""
-        return {hook: [self.rows(hook, i) for i in range(len(self.lengths))] for hook in self.captured}
+        """All captures without padding, heads one after the other: hook → one (n_rows, width) per request."""
+        return {
+            hook: [self.rows(hook, i).flatten(1) for i in range(len(self.lengths))] for hook in self.captured
+        }
 
     def logit_rows(self, request: int) -> torch.Tensor:
         """The logits of one request's real rows, (n_rows, d_vocab) fp32.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.backend import load_backend
 from harness.errors import EngineError
-from harness.models import load_config
 from harness.pool import Engine, EnginePool
 from harness.progress import BootProgress
 from harness.provenance import collect, redact_argv
@@ -75,7 +74,7 @@ class ParitySession:
         self.case: CaseLog | None = None
         self._paths: dict[str, str] = {}
         self._references: References | None = None
-        self._noise: dict[tuple[str, str], dict[str, float]] = {}
+        self._noise: dict[tuple[str, str, tuple[str, ...]], dict[str, float]] = {}
         self._norms: dict[str, torch.Tensor] = {}
 
     # -- models and engines -----------------------------------------------------------------------------------------
@@ -134,15 +133,15 @@ class ParitySession:
             self._norms[config.path] = final_norm_weight(config.path)
         return self._norms[config.path]
 
-    def noise(self, config: BootConfig, prompts: Callable[[], Sequence[Sequence[int]]]) -> dict[str, float]:
+    def noise(
+        self, config: BootConfig, hooks: Sequence[str], prompts: Callable[[], Sequence[Sequence[int]]]
+    ) -> dict[str, float]:
         """The reference's own aggregate error per hook, measured on ``prompts`` once per checkpoint and dtype."""
-        key = (config.path, config.dtype)
+        key = (config.path, config.dtype, tuple(hooks))
         if key not in self._noise:
             from harness.parity.verdict import reference_noise
-            from harness.points import all_points
 
-            layers = int(load_config(config.path).num_hidden_layers)
-            pair = self.references.get(config.path, config.dtype, prompts(), all_points(layers))
+            pair = self.references.get(config.path, config.dtype, prompts(), hooks)
             runs = [reference_noise(pair.truth.captured, run.captured) for run in pair.same]
             self._noise[key] = {name: max(run[name] for run in runs) for name in runs[0]}
         return self._noise[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from harness.points import HookPoint
 from harness.prompts import of_length
 
 
@@ -39,11 +40,11 @@ POSITIONS = (
 )
 
 
-def hooks_by_depth(n_layers: int) -> list[str]:
-    """Each kind of hook at the first, the middle and the last block."""
-    depths = sorted({0, n_layers // 2, n_layers - 1})
-    blocks = [f"blocks.{i}.{part}hook_out" for i in depths for part in ("attn.", "mlp.", "")]
-    return ["embed.hook_out", *blocks, "ln_final.hook_normalized"]
+def hooks_by_depth(parity) -> list[str]:
+    """Each kind of hook that the engine serves, at the first, the middle and the last block."""
+    depths = {0, parity.n_layers // 2, parity.n_layers - 1}
+    places = {name: HookPoint.parse(name) for name in parity.hook_points}
+    return [name for name, point in places.items() if point.stage != 1 or point.block in depths]
 
 
 class Sizes:
@@ -54,5 +55,5 @@ class Sizes:
 
     def of(self, hook: str) -> float:
         """Two digits, so that what is printed is short."""
-        rows = self._captured[hook][0].double()
+        rows = self._captured[hook][0].flatten(1).double()
         return float(f"{float(rows.square().mean(dim=1).sqrt().median()):.2g}")

@@ -18,13 +18,13 @@ tiny = pytest.mark.parity(smoke={"models": ("tiny-llama",)})
 
 def _rotated(parity, rotation, lengths):
     """A batch with one request per hook; op and positions differ from hook to hook, and two requests are clean."""
-    hooks = hooks_by_depth(parity.n_layers)
+    hooks = hooks_by_depth(parity)
     prompts, specs = [], []
     sizes = Sizes(parity)
     for h, hook in enumerate(hooks):
         n = lengths[h % len(lengths)]
         prompts.append(of_length(parity, n, seed=h % len(lengths)))
-        spec = OPS[(h + rotation) % len(OPS)](sizes.of(hook), parity.width)
+        spec = OPS[(h + rotation) % len(OPS)](sizes.of(hook), parity.geometry.row_width(hook))
         pos = POSITIONS[(2 * h + rotation) % len(POSITIONS)](n)
         specs.append({hook: spec if pos is None else {**spec, "pos": pos}})
     return [*prompts, prompts[0], prompts[1]], [*specs, None, {}]

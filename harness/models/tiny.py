@@ -1,155 +1,17 @@
-"""Small random checkpoints, the same bytes on every machine: a boot takes seconds and TP=2 divides their heads.
-
-Random weights are made to be awkward rather than realistic. Norm weights spread over 0.5 to 1.5, so that a norm
-folded into the next matrix, or left out, shows, and biases over -0.5 to 0.5; matrices are scaled so that every block
-changes the residual stream by about its own size and the logits have a spread of a few nats.
-
-Beside Llama there are families whose forward has what Llama's lacks: Gemma 2, Granite and GPT-J.
-"""
+"""The tiny models: one for each decoder family, with what its forward has and Llama's lacks."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from harness.models.checkpoint import no_progress_bars
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from transformers import PreTrainedConfig
+from harness.models.seeded import TinyModel, values
 
 __all__ = ["TINY_LLAMA", "TINY_MODELS", "TinyModel", "values"]
 
-#: Standard deviation of the logits over the vocabulary, in nats: peaked enough for a clear argmax, flat enough
-#: for every probability to count.
-_LOGIT_SPREAD = 2.5
-_NORM_WEIGHT = re.compile(r"(norm|ln_\w)\.weight$")
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-#: GPT-J's own names of sizes; it has no key-value heads and no head size of its own.
-_GPTJ_SIZES = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
+_PAD = {"pad_token_id": 256}
 
 
 def __dir__() -> list[str]:
     """Only the public names."""
     return __all__
-
-
-@dataclass(frozen=True, kw_only=True)
-class TinyModel:
-    """A seeded random causal LM in fp32, without a tokenizer."""
-
-    name: str
-    family: str  #: transformers' prefix: `Llama` for `LlamaForCausalLM`
-    note: str  #: what there is to it, for a list
-    seed: int
-    recipe_version: int  #: raise when `build` would write other bytes
-    extra: Mapping[str, object] = field(default_factory=dict)  #: what the family adds to Llama's config
-    tied: bool = False  #: one matrix embeds and unembeds
-    embed_gain: float = 1.0  #: what the model multiplies an untied embedding by
-    logit_gain: float = 1.0  #: what the final norm, in the mean, and the model multiply logits by
-    zero_norms: tuple[str, ...] = ()  #: norms whose weights spread around 0, not 1
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 2
-    num_key_value_heads: int = 2  #: not 1: two ranks would then hold copies of the same head
-    head_dim: int = 32  #: the smallest that vLLM's CPU attention takes
-    vocab_size: int = 259  #: a byte vocabulary and three specials; odd, so engines must pad it
-    max_position_embeddings: int = 512
-
-    @property
-    def description(self) -> str:
-        """One line for a list of models."""
-        return (
-            f"seeded random {self.family}: {self.num_hidden_layers} layers, width {self.hidden_size}, "
-            f"{self.num_attention_heads} heads, vocabulary {self.vocab_size}, {self.note}; fp32, no tokenizer, "
-            f"TP up to {self.num_key_value_heads}"
-        )
-
-    def config(self) -> PreTrainedConfig:
-        """Return the transformers config; the last three ids are padding, begin and end."""
-        import transformers  # listing the models must not pay for it
-
-        sizes: dict[str, object] = {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.max_position_embeddings,
-        }
-        if self.family == "GPTJ":
-            sizes = {_GPTJ_SIZES[name]: value for name, value in sizes.items() if name in _GPTJ_SIZES}
-        made: PreTrainedConfig = getattr(transformers, f"{self.family}Config")(
-            architectures=[f"{self.family}ForCausalLM"],
-            vocab_size=self.vocab_size,
-            **sizes,
-            tie_word_embeddings=self.tied,
-            bos_token_id=self.vocab_size - 2,
-            eos_token_id=self.vocab_size - 1,
-            dtype="float32",
-            **self.extra,
-        )
-        return made
-
-    def build(self, folder: Path) -> None:
-        """Write config and safetensors weights into `folder`."""
-        import torch
-        import transformers
-
-        # On the meta device the class draws no values of its own, which would move the caller's generator.
-        with torch.device("meta"):
-            model = getattr(transformers, f"{self.family}ForCausalLM")(self.config())
-        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        state = {name: torch.from_numpy(self._weight(name, shape)) for name, shape in shapes.items()}
-        model.load_state_dict(state, strict=True, assign=True)
-        model.tie_weights()
-        with no_progress_bars():
-            model.save_pretrained(folder)
-
-    def _weight(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Values of one parameter, fp32: from its name and the seed alone, whatever order they are asked in."""
-        unit = values(f"{self.name}/{self.seed}/{name}", shape)
-        if _NORM_WEIGHT.search(name):
-            centre = 0.0 if any(part in name for part in self.zero_norms) else 1.0
-            return centre + unit / np.float32(2.0)
-        if name.endswith(".bias"):
-            return unit / np.float32(2.0)
-        # `unit` is uniform on [-1, 1): its standard deviation is 1/sqrt(3).
-        if name == "lm_head.weight" or (self.tied and name in _EMBEDDINGS):
-            spread = _LOGIT_SPREAD / math.sqrt(shape[-1]) / self.logit_gain
-        elif name in _EMBEDDINGS:
-            spread = 1.0 / self.embed_gain
-        else:
-            # 1.5 and not 1: attention scores spread by about 2, and a block weighs as much as its input.
-            spread = 1.5 / math.sqrt(shape[-1])
-        return unit * np.float32(spread * math.sqrt(3.0))
-
-
-def values(key: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return `shape` fp32 values uniform on [-1, 1), fixed by `key`.
-
-    They come from the raw bits of a counter-based generator, 24 of each word, which are exact in fp32. A torch
-    generator would not do: its normal samples differ in the last bit between CPU families.
-    """
-    digest = hashlib.sha256(key.encode()).digest()
-    words = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(math.prod(shape))
-    integers = (words >> np.uint64(40)).astype(np.int64) - (1 << 23)
-    return (integers.astype(np.float32) / np.float32(1 << 23)).reshape(shape)
 
 
 TINY_LLAMA = TinyModel(name="tiny-llama", family="Llama", note="untied", seed=0, recipe_version=1)
@@ -206,5 +68,175 @@ TINY_GPTJ = TinyModel(
     recipe_version=1,
     extra={"rotary_dim": 16},
 )
+TINY_MISTRAL = TinyModel(
+    name="tiny-mistral",
+    family="Mistral",
+    note="untied, a window of 24 positions",
+    seed=0,
+    recipe_version=1,
+    extra={"sliding_window": 24},
+)
+TINY_QWEN2 = TinyModel(
+    name="tiny-qwen2", family="Qwen2", note="untied, biases on q, k and v", seed=0, recipe_version=1
+)
+TINY_QWEN3 = TinyModel(
+    name="tiny-qwen3", family="Qwen3", note="untied, norms of q and k", seed=0, recipe_version=1
+)
+TINY_GEMMA = TinyModel(
+    name="tiny-gemma",
+    family="Gemma",
+    note="tied, scaled embedding, norms of 1 + weight, one key-value head",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+    num_key_value_heads=1,
+    zero_norms=("layernorm",),
+    logit_gain=2.0,
+    extra=_PAD,
+)
+TINY_GEMMA3 = TinyModel(
+    name="tiny-gemma3",
+    family="Gemma3",
+    config_class="Gemma3Text",
+    note="tied, four norms a block, norms of q and k, a window of 24 in every other block",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+    zero_norms=("input_layernorm", "pre_feedforward_layernorm", "q_norm", "k_norm"),
+    logit_gain=2.0,
+    extra={
+        **_PAD,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+)
+TINY_PHI3 = TinyModel(
+    name="tiny-phi3",
+    family="Phi3",
+    note="untied, fused projections in the checkpoint",
+    seed=0,
+    recipe_version=1,
+    extra=_PAD,
+)
+TINY_GPT2 = TinyModel(
+    name="tiny-gpt2",
+    family="GPT2",
+    note="tied, learned positions, LayerNorm",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+)
+TINY_GPTNEOX = TinyModel(
+    name="tiny-gptneox",
+    family="GPTNeoX",
+    note="untied, attention beside the MLP with a norm of its own, LayerNorm, a quarter rotary",
+    seed=0,
+    recipe_version=1,
+)
+TINY_OPT = TinyModel(
+    name="tiny-opt",
+    family="OPT",
+    note="tied, learned positions from 2 on, LayerNorm, an MLP without a module",
+    seed=3,  # with the first three one token wins too often
+    recipe_version=1,
+    tied=True,
+    extra=_PAD,
+)
+TINY_PHI = TinyModel(
+    name="tiny-phi",
+    family="Phi",
+    note="untied with a bias, attention beside the MLP, LayerNorm, half rotary",
+    seed=0,
+    recipe_version=1,
+    extra={"partial_rotary_factor": 0.5},
+)
+TINY_OLMO2 = TinyModel(
+    name="tiny-olmo2",
+    family="Olmo2",
+    note="untied, norms after the branches, norms of q and k over all heads",
+    seed=0,
+    recipe_version=1,
+    extra=_PAD,
+)
+TINY_COHERE = TinyModel(
+    name="tiny-cohere",
+    family="Cohere",
+    note="tied, attention beside the MLP, LayerNorm without bias, scaled logits",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+    logit_gain=0.25,
+    extra={**_PAD, "logit_scale": 0.25},
+)
+TINY_STABLELM = TinyModel(
+    name="tiny-stablelm",
+    family="StableLm",
+    note="untied, LayerNorm, a quarter rotary",
+    seed=0,
+    recipe_version=1,
+)
+TINY_FALCON = TinyModel(
+    name="tiny-falcon",
+    family="Falcon",
+    note="tied, attention beside the MLP, one key-value head, LayerNorm",
+    seed=0,
+    recipe_version=1,
+    tied=True,
+    num_key_value_heads=1,
+    extra={"multi_query": True, "parallel_attn": True, "bias": False, "new_decoder_architecture": False},
+)
+TINY_STARCODER2 = TinyModel(
+    name="tiny-starcoder2",
+    family="Starcoder2",
+    note="untied, biases everywhere, LayerNorm",
+    seed=0,
+    recipe_version=1,
+)
+TINY_MIXTRAL = TinyModel(
+    name="tiny-mixtral",
+    family="Mixtral",
+    note="untied, two of four experts per token",
+    seed=0,
+    recipe_version=1,
+    extra={"num_local_experts": 4, "num_experts_per_tok": 2},
+)
+TINY_QWEN3MOE = TinyModel(
+    name="tiny-qwen3moe",
+    family="Qwen3Moe",
+    note="untied, two of four experts per token, norms of q and k",
+    seed=0,
+    recipe_version=1,
+    extra={
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+)
 #: Every tiny model, Llama's first.
-TINY_MODELS = (TINY_LLAMA, TINY_LLAMA_TIED, TINY_GEMMA2, TINY_GRANITE, TINY_GPTJ)
+TINY_MODELS = (
+    TINY_LLAMA,
+    TINY_LLAMA_TIED,
+    TINY_GEMMA2,
+    TINY_GRANITE,
+    TINY_GPTJ,
+    TINY_MISTRAL,
+    TINY_QWEN2,
+    TINY_QWEN3,
+    TINY_GEMMA,
+    TINY_GEMMA3,
+    TINY_PHI3,
+    TINY_GPT2,
+    TINY_GPTNEOX,
+    TINY_OPT,
+    TINY_PHI,
+    TINY_OLMO2,
+    TINY_COHERE,
+    TINY_STABLELM,
+    TINY_FALCON,
+    TINY_STARCODER2,
+    TINY_MIXTRAL,
+    TINY_QWEN3MOE,
+)

@@ -15,7 +15,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT
+from harness.points import (
+    ATTN_IN,
+    ATTN_OUT,
+    BLOCK_IN,
+    BLOCK_OUT,
+    EMBED,
+    FINAL_NORM,
+    HEAD_K,
+    HEAD_Q,
+    HEAD_V,
+    HEAD_Z,
+    MLP_IN,
+    MLP_OUT,
+    ROT_K,
+    ROT_Q,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +41,7 @@ __all__ = ["reach"]
 
 
 def reach(edits: Iterable[Edit], *, n_layers: int, n_rows: int, same_tokens: int) -> dict[str, torch.Tensor]:
-    """Hook → (n_rows,) bool: rows that may differ, for every hook point of a model, in forward order.
+    """Hook → (n_rows,) bool: rows that may differ, for every hook point there may be, in forward order.
 
     Args:
         edits: of one request.
@@ -49,8 +64,13 @@ def reach(edits: Iterable[Edit], *, n_layers: int, n_rows: int, same_tokens: int
     other = torch.arange(n_rows) >= same_tokens
     stream = at(EMBED, other)
     for block in range(n_layers):
-        attn = at(ATTN_OUT.format(i=block), stream.cummax(dim=0).values)
-        mlp = at(MLP_OUT.format(i=block), stream, attn)
-        stream = at(BLOCK_OUT.format(i=block), stream, attn, mlp)
+        entering = at(BLOCK_IN.format(i=block), stream)
+        read = at(ATTN_IN.format(i=block), entering)
+        q, k, v = (at(part.format(i=block), read) for part in (HEAD_Q, HEAD_K, HEAD_V))
+        rot_q, rot_k = at(ROT_Q.format(i=block), q), at(ROT_K.format(i=block), k)
+        z = at(HEAD_Z.format(i=block), rot_q, (rot_k | v).cummax(dim=0).values)
+        attn = at(ATTN_OUT.format(i=block), z)
+        mlp = at(MLP_OUT.format(i=block), at(MLP_IN.format(i=block), entering, attn))
+        stream = at(BLOCK_OUT.format(i=block), entering, attn, mlp)
     at(FINAL_NORM, stream)
     return rows

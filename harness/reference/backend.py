@@ -15,10 +15,12 @@ import torch
 from harness.backend import BootConfig, Topology
 from harness.conventions import dtype_name
 from harness.errors import UsageError
+from harness.geometry import Geometry
 from harness.interventions import parse_interventions
 from harness.models import load_config, resolve
-from harness.points import all_points, check_capture, nonfireable_points
-from harness.reference.hooks import architecture_of, attention_of
+from harness.points import check_capture, nonfireable_points
+from harness.reference.families import architecture_of, attention_of, tree_of
+from harness.reference.hooks import points_of
 from harness.reference.load import as_dtype, load_model
 from harness.reference.references import DEFAULT_ATTENTION
 from harness.reference.run import forward_logits, run_reference
@@ -46,9 +48,10 @@ class ReferenceBackend:
     """
 
     def __init__(self, model: PreTrainedModel, config: BootConfig, *, boot_seconds: float = 0.0) -> None:
-        layers = model.config.num_hidden_layers
-        self.supported_hook_points: Sequence[str] = all_points(layers)
-        self.non_fireable_hook_points = nonfireable_points(layers)
+        self.supported_hook_points: Sequence[str] = points_of(model)
+        self.non_fireable_hook_points = nonfireable_points(
+            model.config.num_hidden_layers, tree_of(model).missing
+        )
         self.config = config
         self._model: PreTrainedModel | None = model
         self._boot_seconds = boot_seconds
@@ -115,6 +118,7 @@ class ReferenceBackend:
             UsageError: ids, names, edits or a number of tokens that cannot be served; the backend is closed.
         """
         model = self._alive()
+        geometry = Geometry.of(model.config)
         names = check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             msg = f"max_new_tokens is {max_new_tokens!r}; it is an int from 1"
@@ -122,7 +126,7 @@ class ReferenceBackend:
         prompts = self._check(input_ids, max_new_tokens)
         edits = parse_interventions(
             intervene,
-            widths=dict.fromkeys(self.supported_hook_points, model.config.hidden_size),
+            widths=geometry.widths(self.supported_hook_points),
             nonfireable=self.non_fireable_hook_points,
             lengths=[len(prompt) + max_new_tokens - 1 for prompt in prompts],
             dtype=model.dtype,
@@ -138,7 +142,9 @@ class ReferenceBackend:
             logits.append(request_logits)
             new_tokens.append(new)
         return ForwardResult(
-            captured={name: pad_rows(rows) for name, rows in captured.items()},
+            captured={
+                name: pad_rows(rows).unflatten(-1, geometry.shape(name)) for name, rows in captured.items()
+            },
             lengths=[len(rows) for rows in logits],
             new_tokens=new_tokens,
             logits=pad_rows(logits, fill=float("-inf")) if return_logits else None,

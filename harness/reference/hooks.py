@@ -1,9 +1,10 @@
-"""Read and edit the hook points of a Hugging Face model with forward hooks.
+"""Read and edit the hook points of a Hugging Face model while it runs.
 
-A point's value is what its module returns, copied at the hook: later code may add into the same memory. Exceptions
-are ``ln_final.hook_normalized``, which no module returns: it is the final norm's output without its bias and divided by
-its weight; and ``embed.hook_out`` of a family that scales embeddings outside the module. Both are made by the same rule
-as on the engine's side (:class:`~harness.conventions.Emission`), so that the rounding is in both.
+A point's value is what its module returns or is given, or what attention hands to the attention function, copied as it
+passes: later code may add into the same memory. Exceptions are ``ln_final.hook_normalized``, which no module returns:
+it is the final norm's output without its bias and divided by its weight; and ``embed.hook_out`` of a family that scales
+embeddings outside the module. Both are made by the same rule as on the engine's side
+(:class:`~harness.conventions.Emission`), so that the rounding is in both.
 
 An edited row goes on through the model in the module's own convention, and what is captured is read from that, as an
 engine's capture is: after the edit.
@@ -11,160 +12,30 @@ engine's capture is: after the edit.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.conventions import Emission
 from harness.errors import CaptureError, UsageError
-from harness.points import ATTN_OUT, BLOCK_OUT, EMBED, FINAL_NORM, MLP_OUT, HookPoint, all_points
+from harness.geometry import Geometry
+from harness.points import HookPoint
+from harness.reference.families import tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
+    from harness.conventions import Emission
     from harness.interventions import Edit
+    from harness.reference.families import Reading
 
-__all__ = [
-    "FAMILIES",
-    "ModuleTree",
-    "architecture_of",
-    "attention_of",
-    "capturing",
-    "emission_of",
-    "hidden_of",
-    "module_paths",
-    "points_of",
-    "tree_of",
-]
-
-
-@dataclass(frozen=True)
-class ModuleTree:
-    """Where a family keeps the modules whose outputs are the hook points, and by which convention.
-
-    Attributes:
-        embed, block, attn, mlp, final_norm: dotted paths, ``{i}`` is the block.
-        embed_factor: the config's name of what the model multiplies the embedding module's output by; empty: the module
-            returns what the first block takes in.
-        plus_one: the final norm multiplies by 1 + its weight.
-        layer_norm: the final norm is a LayerNorm, which takes the mean off first and adds a bias at the end; else it is
-            an RMSNorm.
-        attention: the one implementation of transformers that is right, where it has wrong or no others; empty: any is.
-        branch_factor: the config's name of what attention's and the MLP's outputs are multiplied by before they are
-            added to the residual stream; empty: they are added as they are.
-        branch_norms: the block's names of the norms those outputs pass before they are added.
-    """
-
-    embed: str = "model.embed_tokens"
-    block: str = "model.layers.{i}"
-    attn: str = "model.layers.{i}.self_attn"
-    mlp: str = "model.layers.{i}.mlp"
-    final_norm: str = "model.norm"
-    embed_factor: str = ""
-    plus_one: bool = False
-    layer_norm: bool = False
-    attention: str = ""
-    branch_factor: str = ""
-    branch_norms: tuple[str, str] | None = None
-
-    def emission(
-        self, hook: str, config: PreTrainedConfig, parameter: Callable[[str], torch.Tensor]
-    ) -> Emission:
-        """How the module of ``hook`` emits its value; ``parameter`` gives the model's by dotted path.
-
-        Raises:
-            CaptureError: the config lacks the family's factor.
-        """
-        if hook == EMBED and self.embed_factor:
-            factor = getattr(config, self.embed_factor, None)
-            if factor is None:
-                msg = f"{hook}: the config has no {self.embed_factor}, which the embedding is multiplied by"
-                raise CaptureError(msg)
-            return Emission(factor=float(factor))
-        if hook == FINAL_NORM:
-            return Emission(
-                parameter(f"{self.final_norm}.weight"),
-                plus_one=self.plus_one,
-                offset=parameter(f"{self.final_norm}.bias") if self.layer_norm else None,
-            )
-        return Emission()
-
-    def path(self, point: HookPoint) -> str:
-        """Return the dotted path of the module that emits ``point``."""
-        by_template = {
-            EMBED: self.embed,
-            ATTN_OUT: self.attn,
-            MLP_OUT: self.mlp,
-            BLOCK_OUT: self.block,
-            FINAL_NORM: self.final_norm,
-        }
-        return by_template[point.template].format(i=point.block)
-
-
-_LLAMA = ModuleTree()
-#: Architecture (``config.architectures[0]``) → its tree. An entry promises that residual = before + attn + mlp, each by
-#: way of ``branch_factor`` and ``branch_norms``; that ``embed.hook_out`` is what the first block takes in; and that the
-#: logits are ``lm_head(norm(residual))``, soft-capped and scaled as the config says; the self-test checks each.
-FAMILIES: dict[str, ModuleTree] = {
-    "GPTJForCausalLM": ModuleTree(
-        embed="transformer.wte",
-        block="transformer.h.{i}",
-        attn="transformer.h.{i}.attn",
-        mlp="transformer.h.{i}.mlp",
-        final_norm="transformer.ln_f",
-        layer_norm=True,
-        attention="eager",  # the only one there is
-    ),
-    "Gemma2ForCausalLM": ModuleTree(
-        plus_one=True,
-        attention="eager",  # sdpa leaves out the soft-cap of the scores
-        branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-    "GraniteForCausalLM": ModuleTree(
-        embed_factor="embedding_multiplier", branch_factor="residual_multiplier"
-    ),
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Phi3ForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-}
-
-
-def architecture_of(config: PreTrainedConfig) -> str:
-    """Return the architecture a config names, after checking that its module tree is known.
-
-    Raises:
-        UsageError: the tree is not in :data:`FAMILIES`.
-    """
-    names = config.architectures or []
-    for name in names:
-        if name in FAMILIES:
-            return name
-    named = ", ".join(names) or f"none, model_type {config.model_type}"
-    msg = f"the reference has no module tree for this architecture ({named}); it has: {', '.join(sorted(FAMILIES))}"
-    raise UsageError(msg)
-
-
-def attention_of(config: PreTrainedConfig, wanted: str) -> str:
-    """The attention implementation to run a model with: the family's only right one, else ``wanted``."""
-    return FAMILIES[architecture_of(config)].attention or wanted
-
-
-def tree_of(model: PreTrainedModel) -> ModuleTree:
-    """The module tree of a loaded model.
-
-    Raises:
-        UsageError: its architecture is not in :data:`FAMILIES`.
-    """
-    # A model built from a bare config has no `architectures`; its class is what it is.
-    architecture = type(model).__name__ if type(model).__name__ in FAMILIES else architecture_of(model.config)
-    return FAMILIES[architecture]
+__all__ = ["capturing", "emission_of", "hidden_of", "module_paths", "points_of"]
 
 
 def emission_of(model: PreTrainedModel, hook: str) -> Emission:
@@ -188,8 +59,8 @@ def emission_of(model: PreTrainedModel, hook: str) -> Emission:
 
 
 def points_of(model: PreTrainedModel) -> list[str]:
-    """Every hook point of ``model``, in forward order."""
-    return all_points(model.config.num_hidden_layers)
+    """Every hook point that ``model`` has here, in forward order."""
+    return tree_of(model).points(model.config.num_hidden_layers)
 
 
 def module_paths(model: PreTrainedModel, capture: Sequence[str]) -> dict[str, str]:
@@ -199,21 +70,22 @@ def module_paths(model: PreTrainedModel, capture: Sequence[str]) -> dict[str, st
         UsageError: unknown architecture, or a name that is no hook point.
     """
     tree = tree_of(model)
-    return {name: tree.path(HookPoint.parse(name)) for name in capture}
+    return {name: tree.reading(HookPoint.parse(name)).path for name in capture}
 
 
-def hidden_of(output: Any, hook: str) -> torch.Tensor:
+def hidden_of(output: Any, hook: str, *, flat: bool = False) -> torch.Tensor:
     """Return the hidden states, (batch, n, width), in what a module returned.
 
     Attention returns a tuple and, since transformers 5, a decoder layer a bare tensor, of which ``output[0]`` would
-    be the first sequence of the batch; so the type decides.
+    be the first sequence of the batch; so the type decides. ``flat``: it returns the rows of all sequences, (n, width),
+    which for one sequence are the same in another shape.
 
     Raises:
         CaptureError: what it returned holds no such tensor in first place.
     """
     value = output[0] if isinstance(output, tuple | list) else output
-    if isinstance(value, torch.Tensor) and value.ndim == 3 and value.is_floating_point():
-        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 3 - flat and value.is_floating_point():
+        return value.unsqueeze(0) if flat else value
     got = (
         f"{value.dtype} of shape {tuple(value.shape)}"
         if isinstance(value, torch.Tensor)
@@ -244,18 +116,27 @@ def capturing(
         msg = f"hook {twice!r}: a sequence has two edits there, and which comes first is not defined; give it one"
         raise UsageError(msg)
     captured: dict[str, torch.Tensor] = {}
+    geometry, tree = Geometry.of(model.config), tree_of(model)
     taps: list[_Tap] = []
     handles: list[Any] = []
     try:
-        for hook, path in module_paths(model, [*capture, *by_hook]).items():
+        for hook in dict.fromkeys([*capture, *by_hook]):
+            reading = tree.reading(HookPoint.parse(hook))
             try:
-                module = model.get_submodule(path)
+                module = model.get_submodule(reading.path)
             except AttributeError as error:
-                msg = f"{hook}: the model has no module {path!r}"
+                msg = f"{hook}: the model has no module {reading.path!r}"
                 raise CaptureError(msg) from error
-            kept = captured if hook in capture else None
-            taps.append(_Tap(hook, emission_of(model, hook), by_hook.get(hook), kept))
-            handles.append(module.register_forward_hook(taps[-1]))
+            tap = _Tap(
+                hook,
+                reading,
+                emission_of(model, hook),
+                _columns(reading, geometry),
+                by_hook.get(hook),
+                captured if hook in capture else None,
+            )
+            taps.append(tap)
+            handles.append(tap.install(module))
         yield captured
     finally:
         for handle in handles:
@@ -266,31 +147,99 @@ def capturing(
         raise CaptureError(msg)
 
 
+def _columns(reading: Reading, geometry: Geometry) -> tuple[int, int] | None:
+    """Which part [from, to) of what passes is the point's, where q, k and v stand side by side."""
+    if reading.part is None:
+        return None
+    sizes = [heads * geometry.head_dim for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)]
+    begin = sum(sizes[: reading.part])
+    return begin, begin + sizes[reading.part]
+
+
 @dataclass
 class _Tap:
-    """The forward hook of one point, for one forward."""
+    """What happens at one point, in one forward."""
 
     hook: str
+    reading: Reading
     emission: Emission
+    columns: tuple[int, int] | None
     edit: Edit | None
     captured: dict[str, torch.Tensor] | None  #: where its value goes; None: it is edited only
     fired: bool = False
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Edit, then capture. None where nothing was edited: the forward goes on with the module's own output."""
+    def install(self, module: nn.Module) -> Any:
+        """Put it where the value passes; returns a handle whose ``remove()`` takes it off."""
+        if self.reading.side == "out":
+            return module.register_forward_hook(self._after)
+        if self.reading.side == "in":
+            return module.register_forward_pre_hook(self._before, with_kwargs=True)
+        return _AttentionHandle(self, module)
+
+    def _after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Edit and capture what a module returned. None where nothing was edited: its own output goes on."""
+        changed = self.pass_through(output)
+        if changed is None or not isinstance(output, tuple | list):
+            return changed
+        return [changed, *output[1:]] if isinstance(output, list) else (changed, *output[1:])
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same of what a module is given first."""
+        name = next(iter(inspect.signature(module.forward).parameters))
+        changed = self.pass_through(args[0] if args else kwargs[name])
+        if changed is None:
+            return None
+        return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, name: changed})
+
+    def pass_through(self, value: Any) -> torch.Tensor | None:
+        """Edit, then capture. The tensor to go on in place of the value's; None where nothing was edited."""
         if self.fired:
             msg = f"{self.hook}: its module ran twice in one forward; the hook's value would be ambiguous"
             raise CaptureError(msg)
         self.fired = True
-        emitted = hidden_of(output, self.hook).detach()
+        whole = hidden_of(value, self.hook, flat=self.reading.flat).detach()
+        emitted = whole if self.columns is None else whole[..., self.columns[0] : self.columns[1]]
         after = emitted if self.edit is None else _edited(emitted, self.edit, self.emission)
         if self.captured is not None:
             self.captured[self.hook] = self.emission.canonical(after).to("cpu", copy=True)
         if after is emitted:
             return None
-        if isinstance(output, tuple | list):
-            return [after, *output[1:]] if isinstance(output, list) else (after, *output[1:])
-        return after
+        if self.columns is not None:
+            after = torch.cat([whole[..., : self.columns[0]], after, whole[..., self.columns[1] :]], dim=-1)
+        return after.reshape((value[0] if isinstance(value, tuple | list) else value).shape)
+
+
+class _AttentionHandle:
+    """A tap on what one attention module gives the attention function, (batch, heads, n, head_dim) each.
+
+    Which function a module calls it looks up in transformers' table, under the name its model was loaded with; for as
+    long as such a tap is installed the table hands out functions that are watched.
+    """
+
+    def __init__(self, tap: _Tap, module: nn.Module) -> None:
+        self._before = ALL_ATTENTION_FUNCTIONS.get_interface
+
+        def get_interface(*args: Any) -> Any:
+            function = self._before(*args)
+
+            def watched(
+                calling: nn.Module, query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any
+            ) -> Any:
+                if calling is module:
+                    given = query if tap.reading.side == "query" else key
+                    changed = tap.pass_through(given.transpose(1, 2).flatten(2))
+                    if changed is not None:
+                        made = changed.unflatten(-1, (given.shape[1], -1)).transpose(1, 2)
+                        query, key = (made, key) if given is query else (query, made)
+                return function(calling, query, key, *rest, **more)
+
+            return watched
+
+        vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+
+    def remove(self) -> None:
+        """Hand out what was handed out before; handles are removed in any order, all of them at once."""
+        vars(ALL_ATTENTION_FUNCTIONS).pop("get_interface", None)
 
 
 def _edited(emitted: torch.Tensor, edit: Edit, emission: Emission) -> torch.Tensor:

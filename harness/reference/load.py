@@ -20,7 +20,7 @@ import torch
 from harness.backend import DTYPES
 from harness.errors import UsageError
 from harness.models import load_config, resolve
-from harness.reference.hooks import FAMILIES
+from harness.reference.families import known_trees
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,8 +75,9 @@ def load_model(
         msg = f"checkpoint {str(folder)!r} is quantised: an engine does more than round its weights; use a plain one"
         raise UsageError(msg)
 
+    trees = known_trees()
     for name in config.architectures or []:
-        right = FAMILIES[name].attention if name in FAMILIES else ""
+        right = trees[name].attention if name in trees else ""
         if right and attn_implementation != right:
             msg = (
                 f"checkpoint {str(folder)!r} is a {name}, which transformers computes rightly with "
@@ -92,6 +93,8 @@ def load_model(
                 folder,
                 dtype=stored,
                 attn_implementation=attn_implementation,
+                # Plain matrix products: the grouped ones take no fp64.
+                experts_implementation="eager",
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,15 +61,17 @@ def has_onednn() -> bool:
 @contextmanager
 def onednn_linears(model: torch.nn.Module) -> Iterator[None]:
     """Within it, the fp32 linear layers of ``model`` multiply in oneDNN; elsewhere torch already does, or cannot."""
-    linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     linears = [m for m in linears if m.weight.dtype == torch.float32 and m.weight.device.type == "cpu"]
     if not has_onednn():
         linears = []
 
-    def forward_of(module: torch.nn.Linear) -> Any:
+    def forward_of(module: torch.nn.Linear | Conv1D) -> Any:
+        weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
+
         def forward(values: torch.Tensor) -> torch.Tensor:
             multiplied: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - public only as a module
-                values, module.weight, module.bias, "none", [], ""
+                values, weight, module.bias, "none", [], ""
             )
             return multiplied
 

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from harness.conventions import dtype_name
 from harness.errors import UsageError
 from harness.models import load_config, resolve
-from harness.points import BLOCK_OUT, all_points, check_capture, nonfireable_points
-from harness.reference.hooks import architecture_of, attention_of, module_paths, points_of
+from harness.points import (
+    BLOCK_OUT,
+    FIREABLE_TEMPLATES,
+    HookPoint,
+    all_points,
+    check_capture,
+    nonfireable_points,
+)
+from harness.reference.families import attention_of, tree_of_config
+from harness.reference.hooks import module_paths, points_of
 from harness.reference.load import as_dtype, load_model
 from harness.reference.realisations import jitter, onednn_linears
 from harness.reference.run import ReferenceRun, per_sequence, run_reference
@@ -97,7 +105,7 @@ class References:
     attn_implementation: str = DEFAULT_ATTENTION
     computed: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
-    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited], _Entry] = field(
+    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited, bool], _Entry] = field(
         default_factory=OrderedDict
     )
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
@@ -136,13 +144,14 @@ class References:
         truth_dtype(dtype)
         folder = str(resolve(path).fetch().resolve())
         config = load_config(folder)
-        architecture_of(config)
-        layers = config.num_hidden_layers
-        names = check_capture(capture, all_points(layers), nonfireable_points(layers))
+        tree, layers = tree_of_config(config), config.num_hidden_layers
+        supported, missing = tree.points(layers), nonfireable_points(layers, tree.missing)
+        names = check_capture(capture, supported, missing)
         prompts = check_prompts(
             sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings
         )
-        edited = per_sequence(edits, prompts, layers)
+        edited = per_sequence(edits, prompts)
+        check_capture([edit.hook for here in edited for edit in here], supported, missing)
         _refuse_past_the_end(edited, prompts)
         # Begin with the model that is loaded already: half the loads where few are kept.
         jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
@@ -199,15 +208,16 @@ class References:
         logits: bool,
     ) -> ReferenceRun:
         """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
+        wide = any(HookPoint.parse(name).template not in FIREABLE_TEMPLATES for name in names)
         entries: list[_Entry] = []
         held: dict[tuple[Ids, Edited], _Entry] = {}
         for ids, here in zip(map(tuple, prompts), edits, strict=True):
             edited = frozenset(edit.digest for edit in here)
             if (ids, edited) not in held:
-                key = (folder, dtype, role, ids, edited)
+                key = (folder, dtype, role, ids, edited, wide)
                 entry = self._entries.get(key)
                 if entry is None or (logits and not entry.logits.numel()):
-                    entry = self._compute(folder, dtype, role, ids, here, logits=logits)
+                    entry = self._compute(folder, dtype, role, ids, here, wide=wide, logits=logits)
                 held[ids, edited] = self._entries[key] = entry
                 self._entries.move_to_end(key)
             entries.append(held[ids, edited])
@@ -226,12 +236,15 @@ class References:
         ids: Ids,
         edits: tuple[Edit, ...],
         *,
+        wide: bool,
         logits: bool,
     ) -> _Entry:
         model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
+        # The usual points are kept together, so that the next caller finds them; of the others there are many.
+        names = points_of(model) if wide else all_points(model.config.num_hidden_layers)
         with _jittered(model, role):
-            run = run_reference(model, [ids], points_of(model), [edits])
+            run = run_reference(model, [ids], names, [edits])
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
         # A further realisation mostly serves as a measure of noise in the captures; logits would double what is kept.

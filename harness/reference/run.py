@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.errors import UsageError
-from harness.points import all_points, check_capture, nonfireable_points
+from harness.points import check_capture, nonfireable_points
+from harness.reference.families import tree_of
 from harness.reference.hooks import capturing, points_of
 from harness.reference.truth import exact_forward
 from harness.tokens import check_prompts
@@ -87,13 +88,15 @@ def run_reference(
             tuple per sequence.
         CaptureError: a hook that did not fire exactly once.
     """
-    layers = model.config.num_hidden_layers
-    names = check_capture(capture, points_of(model), nonfireable_points(layers))
+    supported = points_of(model)
+    missing = nonfireable_points(model.config.num_hidden_layers, tree_of(model).missing)
+    names = check_capture(capture, supported, missing)
     prompts = check_prompts(
         sequences, vocab_size=model.config.vocab_size, max_len=model.config.max_position_embeddings
     )
+    check_capture([edit.hook for here in edits or () for edit in here], supported, missing)
     run = ReferenceRun(prompts=prompts, captured={name: [] for name in names}, logits=[])
-    for ids, edits_here in zip(prompts, per_sequence(edits, prompts, layers), strict=True):
+    for ids, edits_here in zip(prompts, per_sequence(edits, prompts), strict=True):
         with capturing(model, names, edits_here) as captured:
             run.logits.append(forward_logits(model, ids))
         for name in names:
@@ -101,13 +104,11 @@ def run_reference(
     return run
 
 
-def per_sequence(edits: Requests | None, prompts: list[list[int]], layers: int) -> list[tuple[Edit, ...]]:
-    """One tuple of edits per sequence, at hooks that a model of ``layers`` blocks has."""
+def per_sequence(edits: Requests | None, prompts: list[list[int]]) -> list[tuple[Edit, ...]]:
+    """One tuple of edits per sequence."""
     if edits is None:
         return [()] * len(prompts)
     if len(edits) != len(prompts):
         msg = f"{len(prompts)} sequences but {len(edits)} tuples of edits; there must be one per sequence"
         raise UsageError(msg)
-    hooks = [edit.hook for here in edits for edit in here]
-    check_capture(hooks, all_points(layers), nonfireable_points(layers))
     return [tuple(here) for here in edits]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from harness.errors import UsageError
 from harness.models import load_config
-from harness.reference.hooks import FAMILIES, architecture_of
+from harness.reference.families import tree_of_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,13 +50,13 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
 def emission(path: str | Path, hook: str, dtype: torch.dtype) -> Emission:
     """How a model with this checkpoint's weights, rounded to ``dtype``, emits the value of ``hook``."""
     config = load_config(path)
-    tree = FAMILIES[architecture_of(config)]
+    tree = tree_of_config(config)
     return tree.emission(hook, config, lambda name: read_tensor(path, name).to(dtype))
 
 
 def final_norm_weight(path: str | Path) -> torch.Tensor:
     """The final norm's weight as the checkpoint has it, (width,); Gemma's norm multiplies by 1 + that."""
-    tree = FAMILIES[architecture_of(load_config(path))]
+    tree = tree_of_config(load_config(path))
     return read_tensor(path, f"{tree.final_norm}.weight")
 
 
@@ -67,8 +67,8 @@ def unembedding_rows(path: str | Path, tokens: Sequence[int]) -> torch.Tensor:
         UsageError: a token outside the vocabulary, or a checkpoint without the tensor.
     """
     config = load_config(path)
-    tree = FAMILIES[architecture_of(config)]
-    name = f"{tree.embed}.weight" if config.tie_word_embeddings else "lm_head.weight"
+    tree = tree_of_config(config)
+    name = f"{tree.embed}.weight" if config.tie_word_embeddings else tree.unembed
     weight = read_tensor(path, name)
     if any(not 0 <= token < config.vocab_size for token in tokens):
         msg = f"tokens {list(tokens)} are not all inside the vocabulary of {config.vocab_size}"

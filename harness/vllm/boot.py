@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from harness import points
 from harness.backend import DTYPES
 from harness.errors import EngineError, UsageError
+from harness.geometry import Geometry
 from harness.models import load_config, resolve
 from harness.vllm import internals
-from harness.vllm.environment import boot_environment, require_vllm
+from harness.vllm.environment import boot_environment, require_ray, require_vllm
 from harness.vllm.overlays import get_overlay
 from harness.vllm.spec import EDIT_PROGRAMS, HarnessSpec
 from harness.vllm.wire import dtype_name
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from harness.bridge import RemoteBridge
+    from harness.vllm.overlays import Overlay
 
 __all__ = ["boot_vllm", "check_boot", "kv_cache_bytes"]
 
@@ -82,16 +84,12 @@ def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: int) -> None:
+def _check_kv_cache(geometry: Geometry, dtype: str, max_model_len: int, kv_bytes: int) -> None:
     """One request of full length must fit; sizes as vLLM lays them out: K and V per layer, KV head and position."""
     import psutil
     import torch
 
-    heads = int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
-    head_dim = int(
-        getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    )
-    per_token = 2 * hf_config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
+    per_token = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * getattr(torch, dtype).itemsize
     # vLLM hands out whole blocks of 128 positions on CPU.
     needed = per_token * -(-max_model_len // 128) * 128
     if needed > kv_bytes:
@@ -107,22 +105,28 @@ def _check_kv_cache(hf_config: Any, dtype: str, max_model_len: int, kv_bytes: in
         raise UsageError(msg)
 
 
-def _check_topology(hf_config: Any, tp: int, pp: int) -> None:
+def _check_topology(geometry: Geometry, tp: int, pp: int) -> None:
     """Ranks that cannot share this model, or that this machine has no device for."""
     import torch
 
-    heads = int(hf_config.num_attention_heads)
-    kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
+    heads, kv_heads = geometry.heads, geometry.kv_heads
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         msg = f"tensor_parallel_size={tp} does not divide the {heads} attention heads and {kv_heads} KV heads"
         raise UsageError(msg)
-    if pp > int(hf_config.num_hidden_layers):
-        msg = f"pipeline_parallel_size={pp} is more than the model's {hf_config.num_hidden_layers} layers"
+    if pp > geometry.layers:
+        msg = f"pipeline_parallel_size={pp} is more than the model's {geometry.layers} layers"
         raise UsageError(msg)
     # On CPU ranks share the cores, which is slow and allowed.
     if torch.cuda.is_available() and tp * pp > torch.cuda.device_count():
         msg = f"{tp} x {pp} ranks need as many devices, this machine has {torch.cuda.device_count()}"
         raise UsageError(msg)
+
+
+_LEFT_OUT = "it was left out at boot; name it, or a pattern it fits, in hook_points"
+
+
+def _overlay_of(hf_config: Any) -> Overlay:
+    return get_overlay((getattr(hf_config, "architectures", None) or ["(none named)"])[0])
 
 
 def check_boot(
@@ -137,7 +141,7 @@ def check_boot(
     """Everything that can be refused without loading vLLM or a weight.
 
     Returns:
-        The Hugging Face config, the taps, the dtype's name and the context length.
+        The Hugging Face config, a tap for every point there is, the dtype's name and the context length.
 
     Raises:
         UsageError: vLLM missing, checkpoint unreadable, architecture without overlay, sizes that make no sense, a KV
@@ -147,9 +151,11 @@ def check_boot(
     _positive_int("tensor_parallel_size", tensor_parallel_size)
     _positive_int("pipeline_parallel_size", pipeline_parallel_size)
     hf_config = load_config(path)
-    _check_topology(hf_config, tensor_parallel_size, pipeline_parallel_size)
-    architecture = (getattr(hf_config, "architectures", None) or ["(none named)"])[0]
-    spec = HarnessSpec(tuple(get_overlay(architecture).taps(hf_config)))
+    geometry = Geometry.of(hf_config)
+    _check_topology(geometry, tensor_parallel_size, pipeline_parallel_size)
+    overlay = _overlay_of(hf_config)
+    overlay.check(hf_config)
+    spec = HarnessSpec(tuple(overlay.taps(hf_config, tensor_parallel_size, points.TEMPLATES)))
     own = getattr(hf_config, "dtype", None) or "float32"
     name = DTYPES.get(dtype or "", dtype) or (own if isinstance(own, str) else dtype_name(own))
     if name not in DTYPES.values():
@@ -157,7 +163,7 @@ def check_boot(
         raise UsageError(msg)
     length = _context_limit(hf_config, max_model_len)
     if kv_cache_memory_bytes is not None:
-        _check_kv_cache(hf_config, name, length, kv_cache_memory_bytes)
+        _check_kv_cache(geometry, name, length, kv_cache_memory_bytes)
     return hf_config, spec, name, length
 
 
@@ -190,7 +196,8 @@ def boot_vllm(
         enable_position_interventions: accepted for the original's sake; positions always work.
         tensor_parallel_size: ranks that share each layer; must divide the heads.
         pipeline_parallel_size: stages the layers are cut into.
-        hook_points: names or patterns (``blocks.*.hook_out``) to install; every fireable point by default. Points
+        hook_points: names or patterns (``blocks.*.hook_out``, ``blocks.*.attn.hook_?``) to install, of every point the
+            family has; by default the embedding, each block's attention, MLP and output, and the final norm. Points
             left out cost no memory and cannot be captured.
         max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point. With 0
             nothing can be edited, and taps change no bit of the results either, see ``docs/interventions.md``.
@@ -202,6 +209,9 @@ def boot_vllm(
     """
     del enable_position_interventions
     _check_forced(vllm_kwargs)
+    on_ray = vllm_kwargs.get("distributed_executor_backend") == "ray"
+    if on_ray:
+        require_ray()
     _positive_int("max_num_batched_tokens", max_num_batched_tokens)
     path = str(resolve(model_name).fetch())
     name = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -214,18 +224,22 @@ def boot_vllm(
         pipeline_parallel_size=pipeline_parallel_size,
         kv_cache_memory_bytes=kv_bytes,
     )
-    del hf_config
-    if hook_points is not None:
-        chosen = set(points.select(hook_points, [tap.name for tap in spec.taps]))
+    every = [tap.name for tap in spec.taps]
+    if hook_points is None:
+        chosen = set(points.all_points(int(hf_config.num_hidden_layers)))
+    else:
+        chosen = set(points.select(hook_points, every))
         if not chosen:
-            msg = "hook_points is empty: name at least one, or leave it out for all of them"
+            msg = "hook_points is empty: name at least one, or leave it out for the usual ones"
             raise UsageError(msg)
-        spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
+    spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
     if max_edit_programs != 0:
         _positive_int("max_edit_programs", max_edit_programs)
     spec = replace(spec, max_programs=max_edit_programs)
     if kv_bytes is not None:
         vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
+    if on_ray:
+        vllm_kwargs["distributed_executor_backend"] = internals.ray_backend()
     from harness.vllm.worker import WORKER_CLASS
 
     arguments = {
@@ -245,7 +259,11 @@ def boot_vllm(
     }
     started = time.monotonic()
     llm = _boot(arguments)
-    return _wrap(llm, spec, path, tokenizer, time.monotonic() - started)
+    templates = _overlay_of(hf_config).nonfiring_hooks(tensor_parallel_size)
+    non_fireable = points.nonfireable_points(int(hf_config.num_hidden_layers), templates)
+    non_fireable |= dict.fromkeys((name for name in every if name not in chosen), _LEFT_OUT)
+    seconds = time.monotonic() - started
+    return _wrap(llm, spec, path, tokenizer, non_fireable=non_fireable, boot_seconds=seconds)
 
 
 def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
@@ -288,7 +306,7 @@ def _boot(arguments: dict[str, Any]) -> Any:
             raise EngineError(msg) from error
 
 
-def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, seconds: float) -> RemoteBridge:
+def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, **facts: Any) -> RemoteBridge:
     from harness.bridge import RemoteBridge
     from harness.vllm.driver import VLLMDriver
 
@@ -297,7 +315,7 @@ def _wrap(llm: Any, spec: HarnessSpec, path: str, tokenizer: Any, seconds: float
         internals.verify_hook_coverage(llm.collective_rpc("tl_absent_hooks"), names)
         # Profiling and warm-up have already fired every hook.
         llm.collective_rpc("tl_reset_counter")
-        driver = VLLMDriver(llm, spec, boot_seconds=seconds)
+        driver = VLLMDriver(llm, spec, **facts)
     except AttributeError as error:
         internals.shut_down(llm)
         msg = f"hook installation never ran: the engine's worker is not the capture worker ({error})"

@@ -16,14 +16,14 @@ from harness.results import ForwardResult, pad_rows
 from harness.tokens import check_prompts
 from harness.vllm import internals
 from harness.vllm.call import Limits, check_stops
-from harness.vllm.layout import Layout, Place, verify_layout
+from harness.vllm.layout import Layout, Place, join_shares, verify_layout
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
 from harness.vllm.spec import HarnessSpec
 from harness.vllm.wire import decode_tensor, encode_specs, encode_tensor
 from harness.vllm.worker_extension import REQUEST_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -39,6 +39,7 @@ class VLLMDriver:
     Args:
         llm: a booted ``vllm.LLM``.
         spec: what was installed in it; read from its own config where it is not given.
+        non_fireable: points that are known and not served, with the reason; by default those that never are.
         boot_seconds: wall-clock seconds of its boot, for the record.
 
     Attributes:
@@ -50,18 +51,30 @@ class VLLMDriver:
     #: What makes logits of final-norm rows.
     logits_class = SequenceLogits
 
-    def __init__(self, llm: Any, spec: HarnessSpec | None = None, *, boot_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        spec: HarnessSpec | None = None,
+        *,
+        non_fireable: Mapping[str, str] | None = None,
+        boot_seconds: float = 0.0,
+    ) -> None:
         if spec is None:
             spec = HarnessSpec.from_config(llm.llm_engine.vllm_config.additional_config)
         self.llm = llm
-        self._widths = {tap.name: tap.width for tap in spec.taps} if spec else {}
-        self._paths = {tap.name: tap.path for tap in spec.taps} if spec else {}
+        taps = spec.taps if spec else ()
+        self._widths = {tap.name: tap.width for tap in taps}
+        self._paths = {tap.name: tap.path for tap in taps}
+        self._heads = {tap.name: tap.heads for tap in taps if tap.heads}
         self._max_programs = spec.max_programs if spec else 0
         self.hf_config = internals.extract_hf_config(llm)
         self._vocab_size = int(self.hf_config.vocab_size)
         self.max_model_len = int(llm.llm_engine.model_config.max_model_len)
         self.supported_hook_points = list(self._widths)
-        self.non_fireable_hook_points = points.nonfireable_points(int(self.hf_config.num_hidden_layers))
+        layers = int(self.hf_config.num_hidden_layers)
+        self.non_fireable_hook_points = (
+            points.nonfireable_points(layers) if non_fireable is None else dict(non_fireable)
+        )
         self.boot_seconds = boot_seconds
         self._closed = False
         self._calls = itertools.count()
@@ -106,7 +119,8 @@ class VLLMDriver:
             stop_token_ids: tokens that end a request early, themselves included in ``new_tokens``.
 
         Returns:
-            Captures (batch, seq, width) at the engine's dtype, canonical, zeros on padding; logits (batch, seq,
+            Captures (batch, seq, width), or (batch, seq, heads, head_dim) where rows are made of heads, at the engine's
+            dtype, canonical, zeros on padding; logits (batch, seq,
             d_vocab) fp32, -inf on padding; all on CPU. With decode rows ``seq`` grows by as many as were computed.
 
         Raises:
@@ -138,7 +152,7 @@ class VLLMDriver:
                 else self._logits.last_rows(outputs, call.prompts, lengths, **place)
             )
         return ForwardResult(
-            {name: pad_rows(rows, **place) for name, rows in captured.items()},
+            {name: self._by_head(name, pad_rows(rows, **place)) for name, rows in captured.items()},
             lengths,
             new_tokens,
             logits=logits,
@@ -147,6 +161,10 @@ class VLLMDriver:
             starts=call.starts,
             prompts=call.prompts,
         )
+
+    def _by_head(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """(batch, seq, width) as (batch, seq, heads, head_dim) where rows are made of heads."""
+        return rows.unflatten(-1, (self._heads[name], -1)) if name in self._heads else rows
 
     def _alive(self) -> None:
         if self._closed:
@@ -204,19 +222,20 @@ class VLLMDriver:
             )
         ]
         if fresh:
-            verify_layout(
-                self.layout, fresh, by_rank, internals.call_workers(self.llm, "tl_fires_since_armed")
-            )
+            fired = internals.call_workers(self.llm, "tl_fires_since_armed")
+            verify_layout(self.layout, fresh, by_rank, fired, heads=self._heads)
         captured = {}
         for name in names:
-            rows = []
-            for key in keys:
-                served = [rank[key][name] for rank in by_rank if key in rank and name in rank[key]]
-                if not served:
-                    msg = f"{name} never fired for request {keys.index(key)}: it is installed, but no forward ran it"
-                    raise CaptureError(msg)
-                rows.append(served[0])
-            captured[name] = rows
+            rows = [
+                join_shares(
+                    self.layout, name, [rank.get(key, {}) for rank in by_rank], self._heads.get(name, 0)
+                )
+                for key in keys
+            ]
+            if (silent := next((i for i, one in enumerate(rows) if one is None), None)) is not None:
+                msg = f"{name} never fired for request {silent}: it is installed, but no forward ran it"
+                raise CaptureError(msg)
+            captured[name] = [one for one in rows if one is not None]
         return captured
 
     @cached_property

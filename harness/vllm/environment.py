@@ -15,7 +15,7 @@ from harness.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["INSTALL_LINE", "boot_environment", "inductor_cache", "require_vllm"]
+__all__ = ["INSTALL_LINE", "boot_environment", "inductor_cache", "require_ray", "require_vllm"]
 
 INSTALL_LINE = "pip install 'vllm-parity[cpu]' (or [cuda]); `nox -s parity` makes an environment that works"
 
@@ -28,6 +28,17 @@ def require_vllm() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         msg = f"vLLM is not installed in this environment: {INSTALL_LINE}"
+        raise UsageError(msg)
+
+
+def require_ray() -> None:
+    """Check, without importing it, that Ray is there.
+
+    Raises:
+        UsageError: it is not, with the line that installs it.
+    """
+    if importlib.util.find_spec("ray") is None:
+        msg = 'distributed_executor_backend="ray" needs Ray, which is not installed here: pip install ray'
         raise UsageError(msg)
 
 

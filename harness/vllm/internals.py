@@ -36,6 +36,8 @@ __all__ = [
     "patch_engine_config",
     "place_of",
     "prepare_stage_input",
+    "ranks_per_stage",
+    "ray_backend",
     "refuse_drafts",
     "request_extra_args",
     "resolve_dot_path",
@@ -81,6 +83,20 @@ def base_worker_class() -> type[Any]:
     except (ImportError, AttributeError) as error:
         raise _moved(_WORKERS[device]) from error
     return cls
+
+
+def ray_backend() -> Any:
+    """What ``distributed_executor_backend`` has to be for Ray: vLLM's own, or one that also takes a CPU for a device.
+
+    Relies on ``current_platform.ray_device_key``, which is empty where vLLM knows no device for Ray.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.ray_device_key:
+        return "ray"
+    from harness.vllm.ray_executor import CPURayExecutor
+
+    return CPURayExecutor
 
 
 def extract_hf_config(llm: Any) -> Any:
@@ -259,10 +275,8 @@ def vocabulary_rows(module: Any) -> tuple[int, int] | None:
 
 def is_split(parameter: torch.Tensor) -> bool:
     """Whether a parameter is one rank's part of a larger one (linear layers have ``output_dim``, ``input_dim``)."""
-    from vllm.distributed.parallel_state import get_tp_group
-
     marked = any(getattr(parameter, name, None) is not None for name in ("output_dim", "input_dim"))
-    return marked and get_tp_group().world_size > 1
+    return marked and ranks_per_stage() > 1
 
 
 def logits_processor(model: Any) -> dict[str, Any] | None:
@@ -298,6 +312,13 @@ def place_of(worker: Any) -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def ranks_per_stage() -> int:
+    """Tensor-parallel ranks of each pipeline stage (``get_tp_group``)."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().world_size)
 
 
 def prepare_stage_input(worker: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from harness.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
-__all__ = ["Layout", "Place", "verify_layout"]
+__all__ = ["Layout", "Place", "join_shares", "verify_layout"]
 
 #: Replicas are computed by the same sums in another order at most, where they are not copies of each other.
 TOLERANCE = 1e-5
@@ -45,6 +45,11 @@ class Layout:
     largest: tuple[float, str] = (0.0, "")
     fires: dict[str, list[int]] = field(default_factory=dict)
 
+    def shard(self, rank: int, heads: int) -> int:
+        """Which part of a row of so many heads a rank has; ranks with one number have the same. 0 heads: no parts."""
+        per_stage = 1 + max(place.tensor for place in self.places)
+        return self.places[rank].tensor * min(heads, per_stage) // per_stage
+
     def to_json(self) -> dict[str, Any]:
         """For the record and the report's drawing."""
         return {
@@ -61,6 +66,8 @@ def verify_layout(
     names: Sequence[str],
     captured: Sequence[Mapping[str, Mapping[str, torch.Tensor]]],
     fired: Sequence[Mapping[str, int]],
+    *,
+    heads: Mapping[str, int] | None = None,
 ) -> None:
     """Check hooks that every rank was asked for, and note what was seen in ``layout``.
 
@@ -69,6 +76,7 @@ def verify_layout(
         names: hooks.
         captured: per rank, request key → hook → (n, width); a rank that does not serve a hook lacks it.
         fired: per rank, hook → forwards since the captures were armed.
+        heads: hook → heads its rows are made of, where each rank has its share of them.
 
     Raises:
         CaptureError: a hook is not on each rank of exactly one stage, replicas differ, or ran a different number of
@@ -84,10 +92,41 @@ def verify_layout(
             told = ", ".join(f"{layout.places[r]} {n}" for r, n in zip(ranks, counts, strict=True))
             msg = f"{name}: its replicas ran a different number of times: {told}"
             raise CaptureError(msg)
-        _check_replicas(layout, name, ranks, captured)
+        by_shard: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_shard.setdefault(layout.shard(rank, (heads or {}).get(name, 0)), []).append(rank)
+        for replicas in by_shard.values():
+            _check_replicas(layout, name, replicas, captured)
         # Noted last: what has failed is not verified, and is looked at again.
         layout.served[name] = ranks
         layout.fires[name] = counts
+
+
+def join_shares(
+    layout: Layout, name: str, by_rank: Sequence[Mapping[str, torch.Tensor]], heads: int
+) -> torch.Tensor | None:
+    """One request's rows at one hook, (n, width), from the ranks that have them; None where none has.
+
+    Args:
+        layout: where the ranks stand.
+        name: the hook.
+        by_rank: per rank, hook → (n, width of its share).
+        heads: heads that a row is made of, 0 where every rank has the whole row.
+
+    Raises:
+        CaptureError: some ranks have their heads and others have not.
+    """
+    shares: dict[int, torch.Tensor] = {}
+    for rank, hooks in enumerate(by_rank):
+        if name in hooks:
+            shares.setdefault(layout.shard(rank, heads), hooks[name])
+    if not shares or not heads:
+        return shares.get(0)
+    wanted = {layout.shard(rank, heads) for rank in range(len(layout.places))}
+    if missing := wanted - shares.keys():
+        msg = f"{name}: of {len(wanted)} parts of its {heads} heads, {len(missing)} came from no rank"
+        raise CaptureError(msg)
+    return torch.cat([shares[number] for number in sorted(shares)], dim=1)
 
 
 def _check_copies(layout: Layout, name: str, ranks: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from harness.points import HookPoint
+from harness.geometry import Geometry
 from harness.vllm.overlays import TapSpec
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["CONFIG_KEY", "DESIGN", "EDIT_PROGRAMS", "HarnessSpec"]
 CONFIG_KEY = "harness"
 
 #: Bumped whenever the traced part of a tap changes: the worker class itself is no part of vLLM's cache key.
-DESIGN = 3
+DESIGN = 4
 #: Distinct combinations of edits one call may use, where the caller names no number.
 EDIT_PROGRAMS = 16
 
@@ -42,9 +42,10 @@ class HarnessSpec:
     max_programs: int = EDIT_PROGRAMS
     bare: bool = False
 
-    def completed(self, overlay: Overlay) -> HarnessSpec:
-        """The same, by the conventions of an architecture."""
-        taps = (replace(tap, **overlay.emission(HookPoint.parse(tap.name).template)) for tap in self.taps)
+    def completed(self, overlay: Overlay, hf_config: Any) -> HarnessSpec:
+        """The same, by the conventions of an architecture and the sizes of a model."""
+        geometry = Geometry.of(hf_config)
+        taps = (replace(overlay.tap(tap.name, geometry), path=tap.path, width=tap.width) for tap in self.taps)
         return replace(self, taps=tuple(taps), bare=False)
 
     def to_config(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the host, before and after each step.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from harness.interventions import Edit, Plan
     from harness.vllm.overlays import TapSpec
 
+    #: What a tap does with what passes: (site, module, value) → what goes on in its place, or None.
+    Hook = Callable[["Site", nn.Module, Any], Any]
+
 __all__ = [
+    "Site",
     "Switch",
     "Tap",
     "TapSet",
@@ -39,11 +44,38 @@ __all__ = [
     "tap_hook",
 ]
 
-#: Buffers of a tap on its module: step rows, row → place among them, forwards, row → program, and per program whether
-#: it edits here, its factor and what it adds.
-_ROWS, _DESTINATION, _FIRES = "_tap_rows", "_tap_destination", "_tap_fires"
-_PROGRAM, _ACTIVE, _SCALE, _BIAS = "_tap_program", "_tap_active", "_tap_scale", "_tap_bias"
-_BUFFERS = (_ROWS, _DESTINATION, _FIRES, _PROGRAM, _ACTIVE, _SCALE, _BIAS)
+#: Buffers that the taps of one module share: row → place among the kept ones, row → program of edits.
+_DESTINATION, _PROGRAM = "_tap_destination", "_tap_program"
+#: Buffers of one tap: kept rows, forwards, and per program whether it edits here, its factor and what it adds.
+_OWN = ("rows", "fires", "active", "scale", "bias")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in its module's call a tap reads and edits. Plain values only: a traced hook may close over it.
+
+    Attributes:
+        number: which of the module's taps it is; its buffers are named after it.
+        sums: a pair of tensors stands for its sum.
+        columns: which part [from, to) of what passes is this point's; None: all of it.
+        argument: name and place of the argument that is read; None: the module's output is.
+        residual: name and place of the argument that is the other half of it, if any.
+    """
+
+    number: int = 0
+    sums: bool = False
+    columns: tuple[int, int] | None = None
+    argument: tuple[str, int] | None = None
+    residual: tuple[str, int] | None = None
+
+    def name(self, buffer: str) -> str:
+        """What one of :data:`_OWN` is called on the module."""
+        return f"_tap{self.number}_{buffer}"
+
+    def held(self, module: nn.Module, buffer: str) -> torch.Tensor:
+        """One of the tap's buffers."""
+        found: torch.Tensor = getattr(module, self.name(buffer))
+        return found
 
 
 @dataclass
@@ -53,76 +85,126 @@ class Switch:
     editing: bool = False
 
 
-def emitted_rows(output: Any) -> torch.Tensor:
-    """The value a module's output stands for, as rows (n_tokens, width).
+def emitted_rows(value: Any) -> torch.Tensor:
+    """What a module returns, or is given, as rows (n_tokens, width).
 
     A decoder layer with a fused residual returns two tensors of one shape whose sum is the residual stream; a final
     norm returns (normalised, residual) where only the first is its own. The two look alike, so the norm's tap is told
     apart by its spec (``TapSpec.sums``).
     """
-    value = output[0] if isinstance(output, tuple) else output
-    rows: torch.Tensor = value.reshape(-1, value.shape[-1])
+    first = value[0] if isinstance(value, tuple) else value
+    rows: torch.Tensor = first.reshape(-1, first.shape[-1])
     return rows
 
 
-def whole_rows(module: nn.Module, output: Any) -> tuple[bool, torch.Tensor]:
-    """Whether the module returned the two halves of the residual stream, and the rows of what it stands for."""
-    pair = bool(module._tap_sums) and isinstance(output, tuple) and len(output) > 1
-    if pair and isinstance(output[1], torch.Tensor):
-        return True, emitted_rows(output[0]) + emitted_rows(output[1])
-    return False, emitted_rows(output)
+def whole_rows(site: Site, value: Any) -> tuple[bool, torch.Tensor]:
+    """Whether the two halves of the residual stream pass, and the rows (n, width) of what passes."""
+    pair = site.sums and isinstance(value, tuple) and len(value) > 1
+    if pair and isinstance(value[1], torch.Tensor):
+        return True, emitted_rows(value[0]) + emitted_rows(value[1])
+    rows = emitted_rows(value)
+    return False, rows if site.columns is None else rows[:, site.columns[0] : site.columns[1]]
 
 
-def tap_hook(module: nn.Module, _args: Any, output: Any) -> Any:
-    """Edit the rows that have a program, keep those that are wanted; unedited rows go on as they came, bit by bit."""
-    pair, rows = whole_rows(module, output)
+def tap_hook(site: Site, module: nn.Module, value: Any) -> Any:
+    """Edit the rows that have a program, keep those that are wanted; unedited rows go on as they came, bit by bit.
+
+    Args:
+        site: where in the module's call.
+        module: whose call.
+        value: what the module returned, or is given.
+
+    Returns:
+        What is to go on in its place; None: the value itself.
+    """
+    pair, rows = whole_rows(site, value)
     switch: Any = module._tap_switch
     # `is_compiling` first: a traced graph must not depend on the switch.
     if not (torch.compiler.is_compiling() or switch.editing):
-        keep(module, rows)
+        keep(site, module, rows)
         return None
-    rows, changed = edit(module, rows)
-    keep(module, rows)
-    return emit(output, rows, changed, pair=pair)
+    rows, changed = edit(site, module, rows)
+    keep(site, module, rows)
+    return emit(site, value, rows, changed, pair=pair)
 
 
-def capture_hook(module: nn.Module, _args: Any, output: Any) -> None:
-    """Keep the rows that are wanted; the module's output goes on as it is. For engines that nobody edits."""
-    keep(module, whole_rows(module, output)[1])
+def capture_hook(site: Site, module: nn.Module, value: Any) -> None:
+    """Keep the rows that are wanted; the value goes on as it is. For engines that nobody edits."""
+    keep(site, module, whole_rows(site, value)[1])
 
 
-def keep(module: nn.Module, rows: torch.Tensor) -> None:
+def keep(site: Site, module: nn.Module, rows: torch.Tensor) -> None:
     """Copy rows (n, width) into the step buffer, each to its place, and count one forward."""
     destination = getattr(module, _DESTINATION)[: rows.shape[0]]
-    getattr(module, _ROWS).index_copy_(0, destination, rows)
-    getattr(module, _FIRES).add_(1)
+    site.held(module, "rows").index_copy_(0, destination, rows)
+    site.held(module, "fires").add_(1)
 
 
-def edit(module: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def edit(site: Site, module: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows after their programs, and which have one: (n, width) at the rows' dtype, (n, 1) bool. One rounding."""
     program = getattr(module, _PROGRAM)[: rows.shape[0]]
-    changed = getattr(module, _ACTIVE).index_select(0, program).unsqueeze(-1)
-    scale = getattr(module, _SCALE).index_select(0, program).unsqueeze(-1)
-    bias = getattr(module, _BIAS).index_select(0, program)
+    changed = site.held(module, "active").index_select(0, program).unsqueeze(-1)
+    scale = site.held(module, "scale").index_select(0, program).unsqueeze(-1)
+    bias = site.held(module, "bias").index_select(0, program)
     wide = rows.to(scale.dtype)
     # Where nothing is kept of a row, nothing of it may matter: an infinity times zero would be NaN.
     edited = torch.where(scale == 0, bias, wide * scale + bias).to(rows.dtype)
     return torch.where(changed, edited, rows), changed
 
 
-def emit(output: Any, rows: torch.Tensor, changed: torch.Tensor, *, pair: bool) -> Any:
-    """The module's output with the edited rows in it.
+def emit(site: Site, value: Any, rows: torch.Tensor, changed: torch.Tensor, *, pair: bool) -> Any:
+    """``value`` with the edited rows in it.
 
     Of a fused pair an edited row becomes (value, 0): ``value - residual`` would lose bits that the next sum needs.
     """
     if pair:
-        hidden, residual = output[0], output[1]
+        hidden, residual = value[0], value[1]
         here = changed.reshape(*hidden.shape[:-1], 1)
-        value = torch.where(here, rows.reshape(hidden.shape), hidden)
-        return (value, torch.where(here, torch.zeros_like(residual), residual), *output[2:])
-    if isinstance(output, tuple):
-        return (rows.reshape(output[0].shape), *output[1:])
-    return rows.reshape(output.shape)
+        first = torch.where(here, rows.reshape(hidden.shape), hidden)
+        return (first, torch.where(here, torch.zeros_like(residual), residual), *value[2:])
+    if site.columns is not None:
+        whole, (begin, end) = emitted_rows(value), site.columns
+        rows = torch.cat([whole[:, :begin], rows, whole[:, end:]], dim=1)
+    if isinstance(value, tuple):
+        return (rows.reshape(value[0].shape), *value[1:])
+    return rows.reshape(value.shape)
+
+
+def _after(site: Site, hook: Hook) -> Callable[..., Any]:
+    """A forward hook that hands ``hook`` what the module returned."""
+
+    def run(module: nn.Module, _args: Any, output: Any) -> Any:
+        return hook(site, module, output)
+
+    return run
+
+
+def _before(site: Site, hook: Hook) -> Callable[..., Any]:
+    """A forward pre-hook that hands ``hook`` an argument, with its other half where it has one."""
+
+    def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _argument(site.argument, args, kwargs)
+        other = None if site.residual is None else _argument(site.residual, args, kwargs)
+        made = hook(site, module, given if other is None else (given, other))
+        if made is None:
+            return None
+        if other is not None:
+            args, kwargs = _replaced(site.residual, args, kwargs, made[1])
+        return _replaced(site.argument, args, kwargs, made if other is None else made[0])
+
+    return run
+
+
+def _argument(which: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name, place = which
+    return kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+
+
+def _replaced(which: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+    name, place = which
+    if name in kwargs:
+        return args, {**kwargs, name: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
 @dataclass
@@ -131,8 +213,11 @@ class Tap:
 
     Attributes:
         spec: what it captures.
+        site: where.
         module: the hooked module.
-        rows: (max_tokens + 1, width) at the module's dtype; the last row is where unwanted rows go.
+        share: which numbers [from, to) of a whole row this rank has: all, or those of its heads.
+        rows: (max_tokens + 1, width) at the module's dtype; the last row is where unwanted rows go. The width is the
+            share's, here and below.
         fires: int64 scalar, forwards this hook took part in, counted inside the graph.
         emission: how the canonical value lies in what the module emits.
         active: (programs + 1,) bool, whether a program edits here.
@@ -141,18 +226,21 @@ class Tap:
     """
 
     spec: TapSpec
+    site: Site
     module: nn.Module
+    share: tuple[int, int]
     rows: torch.Tensor
     fires: torch.Tensor
-    emission: Emission
     active: torch.Tensor
     scale: torch.Tensor
     bias: torch.Tensor
+    emission: Emission
     handle: Any
 
     def load(self, program: int, edit: Edit) -> None:
         """Let ``program`` do ``edit`` here, as the affine map of emitted values that it is of canonical ones."""
-        bias = self.emission.bias(edit.scale, edit.bias.to(self.bias.device))
+        wanted = edit.bias if edit.bias.ndim == 0 else edit.bias[self.share[0] : self.share[1]]
+        bias = self.emission.bias(edit.scale, wanted.to(self.bias.device))
         if edit.scale == 0.0:
             # Rounded here already: compiled, inductor may let the next norm take its mean before the rounding and the
             # rest after. In a row whose channels are all set alike a LayerNorm blows that difference up to ±1.
@@ -164,11 +252,10 @@ class Tap:
     def remove(self) -> None:
         """Take the hook and its buffers off the module."""
         self.handle.remove()
-        for name in _BUFFERS:
+        for name in (*map(self.site.name, _OWN), _DESTINATION, _PROGRAM):
             self.module._buffers.pop(name, None)
-        for name in ("_tap_sums", "_tap_switch"):
-            if hasattr(self.module, name):
-                delattr(self.module, name)
+        if hasattr(self.module, "_tap_switch"):
+            del self.module._tap_switch
 
 
 class TapSet:
@@ -291,7 +378,8 @@ def install_taps(
     max_programs: int,
     dtype: torch.dtype,
     device: torch.device,
-    hook: Callable[[nn.Module, Any, Any], Any] = tap_hook,
+    place: tuple[int, int] = (0, 1),
+    hook: Hook = tap_hook,
 ) -> TapSet:
     """Install a tap on each module that this rank holds; the others are listed in ``absent``.
 
@@ -301,39 +389,60 @@ def install_taps(
         max_programs: distinct combinations of edits one call may use.
         dtype: the model's activation dtype.
         device: where the model lives.
-        hook: what runs after each module.
+        place: this rank in its tensor-parallel group, and how many there are.
+        hook: what is done with the value.
 
     Raises:
-        EngineError: two taps on one module.
+        EngineError: two taps at one place, or a module that takes no such argument.
     """
     taps = TapSet(max_tokens, max_programs, device)
     for spec, module, emission in modules:
         if module is None:
             taps.absent.append(spec.name)
             continue
-        if _ROWS in module._buffers:
-            msg = f"{spec.name}: its module {spec.path} has a tap already, and can have only one"
-            raise EngineError(msg)
+        site = _site(spec, module, [tap for tap in taps.taps.values() if tap.module is module], place[1])
+        share = spec.share(*place)
+        width = share[1] - share[0]
         own = {
-            _ROWS: torch.zeros((max_tokens + 1, spec.width), dtype=dtype, device=device),
-            _FIRES: torch.zeros((), dtype=torch.int64, device=device),
-            _ACTIVE: torch.zeros((max_programs + 1,), dtype=torch.bool, device=device),
-            _SCALE: torch.ones((max_programs + 1,), dtype=torch.float32, device=device),
-            _BIAS: torch.zeros((max_programs + 1, spec.width), dtype=torch.float32, device=device),
+            "rows": torch.zeros((max_tokens + 1, width), dtype=dtype, device=device),
+            "fires": torch.zeros((), dtype=torch.int64, device=device),
+            "active": torch.zeros((max_programs + 1,), dtype=torch.bool, device=device),
+            "scale": torch.ones((max_programs + 1,), dtype=torch.float32, device=device),
+            "bias": torch.zeros((max_programs + 1, width), dtype=torch.float32, device=device),
         }
-        for name, buffer in {**own, _DESTINATION: taps.destination, _PROGRAM: taps.program}.items():
+        for name, buffer in own.items():
+            module.register_buffer(site.name(name), buffer, persistent=False)
+        for name, buffer in ((_DESTINATION, taps.destination), (_PROGRAM, taps.program)):
             module.register_buffer(name, buffer, persistent=False)
-        module._tap_sums = spec.sums  # type: ignore[assignment]
         module._tap_switch = taps.switch  # type: ignore[assignment]
-        taps.taps[spec.name] = Tap(
-            spec,
-            module,
-            own[_ROWS],
-            own[_FIRES],
-            emission,
-            own[_ACTIVE],
-            own[_SCALE],
-            own[_BIAS],
-            module.register_forward_hook(hook),
+        handle = (
+            module.register_forward_hook(_after(site, hook))
+            if site.argument is None
+            else module.register_forward_pre_hook(_before(site, hook), with_kwargs=True)
         )
+        taps.taps[spec.name] = Tap(spec, site, module, share, emission=emission, handle=handle, **own)
     return taps
+
+
+def _site(spec: TapSpec, module: nn.Module, others: Sequence[Tap], ranks: int) -> Site:
+    """Where in the call of ``module`` the tap belongs; ``others`` are the taps it has already."""
+    for other in others:
+        if (other.spec.argument, other.spec.before, other.spec.path) == (
+            spec.argument,
+            spec.before,
+            spec.path,
+        ):
+            msg = f"{spec.name}: its module {spec.path} has a tap already ({other.spec.name}), at the same place"
+            raise EngineError(msg)
+    argument = residual = None
+    if spec.argument is not None:
+        names = list(inspect.signature(module.forward).parameters)
+        wanted = spec.argument or (names[0] if names else "")
+        if wanted not in names:
+            msg = f"{spec.name}: {type(module).__name__} takes no argument {wanted!r} but {', '.join(names)}"
+            raise EngineError(msg)
+        argument = (wanted, names.index(wanted))
+        if spec.sums and "residual" in names:
+            residual = ("residual", names.index("residual"))
+    columns = spec.columns(ranks) if spec.heads else None
+    return Site(len(others), spec.sums, columns, argument, residual)

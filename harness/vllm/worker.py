@@ -27,7 +27,7 @@ else:
 class CaptureWorker(TLWorkerExtension, _Base):
     """The platform's worker plus taps. With no spec in the engine's config it behaves as its base."""
 
-    #: What runs after each tapped module.
+    #: What is done with each value that a tap sees.
     tap_hook = staticmethod(tap_hook)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -48,8 +48,8 @@ class CaptureWorker(TLWorkerExtension, _Base):
     def install(self, spec: HarnessSpec) -> TapSet:
         """Resolve each tap's module on this rank and hook it."""
         if spec.bare:
-            architecture = self.vllm_config.model_config.hf_config.architectures[0]
-            spec = spec.completed(get_overlay(architecture))
+            hf_config = self.vllm_config.model_config.hf_config
+            spec = spec.completed(get_overlay(hf_config.architectures[0]), hf_config)
         model = internals.model_of(self)
         modules = [internals.resolve_dot_path(model, tap.path) for tap in spec.taps]
         return install_taps(
@@ -61,6 +61,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
             max_programs=spec.max_programs,
             dtype=internals.activation_dtype(self),
             device=self.device,
+            place=(internals.place_of(self)[1], internals.ranks_per_stage()),
             # Without room for edits there is none of their arithmetic in the graph either.
             hook=type(self).tap_hook if spec.max_programs else capture_hook,
         )

@@ -193,11 +193,12 @@ class TLWorkerExtension(ParameterExtension):
         Args:
             names: hooks to read; all armed ones by default.
             rows: key → rows it must have; by default as many as were captured.
-            replicas: whether ranks send what the first of their tensor-parallel group sends too.
+            replicas: whether ranks send what the first of their tensor-parallel group sends too; their own heads they
+                always send.
 
         Returns:
-            key → hook → encoded (seq, width) at the engine's dtype, canonical. Points this rank holds but never ran
-            (a tied alias, another stage's) are not in it.
+            key → hook → encoded (seq, width) at the engine's dtype, canonical, of this rank's heads. Points it holds
+            but never ran (a tied alias, another stage's) are not in it.
 
         Raises:
             CaptureError: a row is missing, or a hook fired in some steps and not in others.
@@ -205,7 +206,7 @@ class TLWorkerExtension(ParameterExtension):
         served = self._served(names)
         captures: dict[str, dict[str, dict[str, Any]]] = {}
         if not replicas and internals.place_of(self)[1] > 0:
-            return captures
+            served = [name for name in served if self._installed().taps[name].spec.heads]
         for request in self._accumulator.shares:
             key = self._keys.get(request, request)
             if rows is not None and key not in rows:

@@ -37,6 +37,35 @@ WEIGHTS = {
     "tiny-gemma2": (1, "902ae78ad5f72a0238c47056b351998615038e4035ffb2f25080db51d9ecf71d"),
     "tiny-granite": (1, "afa9b0ac3aaa67008067d45abaf287939c521017433b4bb77a835066dc3c4b03"),
     "tiny-gptj": (1, "360a14d9aae9b645363921255d484b90e2ce1573d2b7a5df1856896a00e21fa4"),
+    "tiny-mistral": (1, "2317e12ac261ba7ce51b1347919ec91629b3f43ebb4202fb5e671ce212f4dee4"),
+    "tiny-qwen2": (1, "ef2ee1c5268eef9badc9ed3c799b04eee49ed7f32c07e59a3999cca12b2aa3be"),
+    "tiny-qwen3": (1, "0b1c62a6e2df2c82aab2b38c717d3850525de1993260ce60b331fe63a5f5576b"),
+    "tiny-gemma": (1, "f54c46b46ace3d0d3a2f8cd1125dcf7b78634d497075406a7576a7304e6f6198"),
+    "tiny-gemma3": (1, "893dabf319e375116c10bea0482dcd36062f7fedd5aa6acd1a007d57e7ac5d14"),
+    "tiny-phi3": (1, "345843af4647ce190841e39c8050479c4477693570ed36923283990b39572f44"),
+    "tiny-gpt2": (1, "2e5f9bb85075cdc68d280169ecde42c79fd29e82e1697db0ae6bbc7a75b29ce5"),
+    "tiny-gptneox": (1, "4ade1659c0b5205f9e4c9a37b81ed66bca417c9f6b06f3434853093fc2fe5f33"),
+    "tiny-opt": (1, "04413c02b70e4ed24c5561903d0d798967909927008bee5be0e077a48a51d613"),
+    "tiny-phi": (1, "1f5c9c76286bc7b9b80adab9bbd0d226e84f8664c3399849ced33d1ed16e4816"),
+    "tiny-olmo2": (1, "8e2fa616673701f5556abaf68bf4e8555055c9ae472208ba9eafa06a0ce6c424"),
+    "tiny-cohere": (1, "f14a723cb1b9f4bb0b6ad5bc95db3cabd41ccce0c292250578f4b1734c4ff787"),
+    "tiny-stablelm": (1, "021348f941915f47f52a5bf1f3ba329741d35ebfd5d164d1f2e4b42020a359c6"),
+    "tiny-falcon": (1, "d6f71aa1cc8fca0b7fd3e8aade244bcbc760a2f9e643824fcbf42ee01d15fe4d"),
+    "tiny-starcoder2": (1, "04cd5aeb940ee5eba0870e61b9d81b2e9a9efcd9497d498421c3b64418785f51"),
+    "tiny-mixtral": (1, "7d8d2485b41b58f9020cb359ded0e6004b08bcd9374d5880a5b6fb60592805b0"),
+    "tiny-qwen3moe": (1, "46fae50a5b7f919e41313bca5613e9256da1a073df80d335a0328b67ac6cf3f6"),
+}
+#: How many biases a family has, in four blocks and beside them.
+BIASES = {
+    "GPTJ": 4 * 3 + 2,
+    "Qwen2": 4 * 3,
+    "GPT2": 4 * 6 + 1,
+    "GPTNeoX": 4 * 6 + 1,
+    "OPT": 4 * 8 + 1,
+    "Phi": 4 * 7 + 2,
+    "StableLm": 4 * 2 + 1,
+    "Falcon": 4 * 1 + 1,
+    "Starcoder2": 4 * 8 + 1,
 }
 tiny = pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
 
@@ -70,14 +99,15 @@ def test_each_ships_what_its_source_says(tiny: TinyModel, tiny_folders: dict[str
     assert has_tokenizer(tiny_folders[tiny.name]) is source.has_tokenizer
     assert tiny.family in source.description
     config = load_config(tiny_folders[tiny.name])
-    assert config.architectures == [f"{tiny.family}ForCausalLM"]
+    assert config.architectures == [tiny.architecture]
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 4, 2)
     assert (config.vocab_size, config.max_position_embeddings) == (259, 512)
     assert config.tie_word_embeddings is tiny.tied
     for name, value in tiny.extra.items():
         assert getattr(config, name) == value
-    # The window must play no part: it is another convention, which nothing here is about.
-    assert getattr(config, "sliding_window", None) is None or config.sliding_window > 512
+    # A window plays no part, or one that the prompts of every suite are longer than.
+    window = getattr(config, "sliding_window", None)
+    assert window == 24 if "window" in tiny.note else window is None or window > 512
 
 
 def test_a_run_covers_none_of_the_other_families_unless_asked() -> None:
@@ -136,7 +166,7 @@ def test_each_computes_something_worth_comparing(tiny: TinyModel, tiny_folders: 
         assert weight.min() < centre - 0.3, "a norm weight left out must show"
         assert weight.max() > centre + 0.3, "a norm weight left out must show"
     biases = [value for name, value in parameters.items() if name.endswith("bias")]
-    assert len(biases) == (4 * 3 + 2 if tiny.family == "GPTJ" else 0)
+    assert len(biases) == BIASES.get(tiny.family, 0)
     assert all(value.abs().max() > 0.4 for value in biases)
 
 
@@ -150,6 +180,12 @@ def test_each_computes_something_worth_comparing(tiny: TinyModel, tiny_folders: 
         ("tiny-granite", "attention_multiplier", 32**-0.5),
         ("tiny-granite", "logits_scaling", 1.0),
         ("tiny-gptj", "rotary_dim", 32),
+        ("tiny-mistral", "sliding_window", 512),
+        ("tiny-gemma3", "sliding_window", 512),
+        ("tiny-gptneox", "use_parallel_residual", False),
+        ("tiny-cohere", "logit_scale", 1.0),
+        ("tiny-mixtral", "num_experts_per_tok", 1),
+        ("tiny-qwen3moe", "norm_topk_prob", False),
     ],
 )
 def test_what_a_family_adds_shows(

@@ -6,6 +6,7 @@ import torch
 
 from harness.interventions import Edit
 from harness.parity.reach import reach
+from harness.points import all_points
 
 
 def rows_of(*edits, n_rows=5, same_tokens=5):
@@ -24,7 +25,8 @@ def test_nothing_edited_reaches_nothing():
 
 
 def test_a_branch_of_the_first_block():
-    assert rows_of(edit("blocks.0.mlp.hook_out", 2)) == {
+    found = rows_of(edit("blocks.0.mlp.hook_out", 2))
+    assert {name: found[name] for name in all_points(2)} == {
         "embed.hook_out": [],
         "blocks.0.attn.hook_out": [],
         "blocks.0.mlp.hook_out": [2],
@@ -34,6 +36,26 @@ def test_a_branch_of_the_first_block():
         "blocks.1.hook_out": [2, 3, 4],
         "ln_final.hook_normalized": [2, 3, 4],
     }
+
+
+def test_a_query_meets_every_key_and_a_key_later_queries():
+    ends = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k", "hook_z", "hook_out")
+    wanted = {
+        "hook_q": ([2], [], [], [2], [], [2], [2]),
+        "hook_rot_q": ([], [], [], [2], [], [2], [2]),
+        "hook_k": ([], [2], [], [], [2], [2, 3, 4], [2, 3, 4]),
+        "hook_v": ([], [], [2], [], [], [2, 3, 4], [2, 3, 4]),
+        "hook_z": ([], [], [], [], [], [2], [2]),
+    }
+    for end, rows in wanted.items():
+        found = rows_of(edit(f"blocks.0.attn.{end}", 2))
+        assert tuple(found[f"blocks.0.attn.{one}"] for one in ends) == rows
+
+
+def test_the_input_of_the_mlp_leaves_attention_alone():
+    found = rows_of(edit("blocks.0.mlp.hook_in", 2))
+    assert found["blocks.0.attn.hook_out"] == []
+    assert found["blocks.0.mlp.hook_out"] == found["blocks.1.hook_in"] == [2]
 
 
 def test_the_last_residual_reaches_its_own_row_alone():

@@ -563,7 +563,7 @@ class TestBackend:
                 UsageError,
                 "past the end of request 0, which has 3 rows",
             ),
-            ({"blocks.0.attn.hook_z": {"op": "suppress"}}, UsageError, "known but cannot fire"),
+            ({"blocks.0.attn.hook_pattern": {"op": "suppress"}}, UsageError, "known but cannot fire"),
             (
                 {EMBED: {"op": "add", "value": [1.0, 2.0]}},
                 UsageError,

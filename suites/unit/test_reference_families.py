@@ -14,11 +14,13 @@ import torch
 
 from harness.errors import UsageError
 from harness.interventions import parse_interventions
+from harness.models.tiny import TINY_MODELS
 from harness.parity.reach import reach
-from harness.points import EMBED, FINAL_NORM, nonfireable_points
-from harness.reference import hooks, selftest
+from harness.points import EMBED, FINAL_NORM, FIREABLE_TEMPLATES, nonfireable_points
+from harness.reference import selftest
 from harness.reference.backend import boot_reference
-from harness.reference.hooks import FAMILIES, emission_of
+from harness.reference.families import FAMILIES
+from harness.reference.hooks import emission_of
 from harness.reference.load import load_model
 from harness.reference.references import References
 from harness.reference.run import forward_logits, run_reference
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from harness.reference.run import ReferenceRun
 
 NAMES = sorted(EXTRA)
+MORE = [tiny for tiny in TINY_MODELS if tiny.family in ("GPT2", "Olmo2", "OPT", "Cohere", "Mixtral")]
 N = len(IDS)
 
 
@@ -45,11 +48,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     for name in NAMES:
         randomised(tiny_config(name), name).save_pretrained(root / name)
-    return {name: root / name for name in NAMES}
+    for tiny in MORE:
+        (root / tiny.family).mkdir()
+        tiny.build(root / tiny.family)
+    return {name: root / name for name in [*NAMES, *(tiny.family for tiny in MORE)]}
 
 
 def entry(name: str) -> str:
-    return f"{name}ForCausalLM"
+    return {tiny.family: tiny.architecture for tiny in MORE}.get(name, f"{name}ForCausalLM")
 
 
 WRONG_ENTRIES = {
@@ -91,7 +97,37 @@ WRONG_ENTRIES = {
     "GPT-J without its bias": (
         "GPTJ",
         {"layer_norm": False},
+        "ln_final.hook_normalized: 12 of 12 rows differ from the last block",
+    ),
+    "GPT-J with another family's epsilon": (
+        "GPTJ",
+        {"norm_eps": "rms_norm_eps"},
         "the config has no rms_norm_eps",
+    ),
+    "GPT-2 without its positions": (
+        "GPT2",
+        {"positions": ""},
+        "embed.hook_out: 12 of 12 rows differ from the input of block 0",
+    ),
+    "OLMo 2 with its branches added as they are": (
+        "Olmo2",
+        {"branch_norms": None},
+        "blocks.0.hook_out: 12 of 12 rows differ from embed.hook_out + attention + MLP",
+    ),
+    "OPT's MLP as rows of one sequence each": (
+        "OPT",
+        {"flat": ()},
+        "blocks.0.mlp.hook_out: its module returned torch.float32 of shape (12, 64)",
+    ),
+    "Cohere's norm as an RMSNorm": (
+        "Cohere",
+        {"layer_norm": False},
+        "ln_final.hook_normalized: 12 of 12 rows differ from the last block",
+    ),
+    "Mixtral's attention for its experts": (
+        "Mixtral",
+        {"mlp": "model.layers.{i}.self_attn"},
+        "blocks.0.hook_out: 12 of 12 rows differ from embed.hook_out + attention + MLP",
     ),
     "GPT-J's attention for its MLP": (
         "GPTJ",
@@ -107,8 +143,8 @@ def test_a_wrong_entry_is_found_out(
 ) -> None:
     name, changes, expected = WRONG_ENTRIES[fault]
     model = load_model(folders[name], "fp32")
-    monkeypatch.setitem(hooks.FAMILIES, entry(name), dataclasses.replace(FAMILIES[entry(name)], **changes))
-    problems = check_reference(model, IDS)
+    monkeypatch.setitem(FAMILIES, entry(name), dataclasses.replace(FAMILIES[entry(name)], **changes))
+    problems = check_reference(model, IDS, FIREABLE_TEMPLATES)
     assert any(expected in problem for problem in problems), problems
 
 
@@ -147,7 +183,7 @@ class TestAttention:
             load_model(folders["Gemma2"], "fp32", attn_implementation="sdpa")
         free = dataclasses.replace(FAMILIES[entry("Gemma2")], attention="")
         right = forward_logits(load_model(folders["Gemma2"], "fp32"), IDS)
-        monkeypatch.setitem(hooks.FAMILIES, entry("Gemma2"), free)
+        monkeypatch.setitem(FAMILIES, entry("Gemma2"), free)
         wrong = forward_logits(load_model(folders["Gemma2"], "fp32", attn_implementation="sdpa"), IDS)
         assert (right - wrong).norm() > 1e-3 * right.norm()
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from harness.errors import CaptureError, UsageError
-from harness.reference import hooks
-from harness.reference.hooks import ModuleTree, capturing, hidden_of
+from harness.reference import families
+from harness.reference.families import ModuleTree
+from harness.reference.hooks import capturing, hidden_of
 from harness.reference.run import forward_logits, run_reference
 from suites.unit.small_llama import IDS, POINTS
 
@@ -35,11 +36,11 @@ class TestHooks:
         assert torch.equal(clean.captured["embed.hook_out"][0], dirty.captured["embed.hook_out"][0])
 
     def test_unknown_architecture(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hooks, "FAMILIES", {"OtherForCausalLM": ModuleTree()})
+        monkeypatch.setattr(families, "FAMILIES", {"OtherForCausalLM": ModuleTree()})
         with pytest.raises(UsageError, match=r"LlamaForCausalLM.*it has: OtherForCausalLM"):
             run_reference(model, [IDS], POINTS)
 
-    @pytest.mark.parametrize("asked", ["blocks.9.hook_out", "blocks.0.attn.hook_q", "embed"])
+    @pytest.mark.parametrize("asked", ["blocks.9.hook_out", "blocks.0.attn.hook_pattern", "embed"])
     def test_wrong_names(self, model: PreTrainedModel, asked: str) -> None:
         with pytest.raises(UsageError, match=asked):
             run_reference(model, [IDS], [asked])

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from harness.models.tiny import TINY_MODELS, TinyModel
+from harness.points import FIREABLE_TEMPLATES
 from harness.reference import hooks, selftest, truth
-from harness.reference.hooks import ModuleTree
+from harness.reference.families import FAMILIES, ModuleTree, Reading
 from harness.reference.load import load_model
 from harness.reference.run import forward_logits, run_reference
 from harness.reference.selftest import check_reference
 from harness.reference.truth import load_truth
-from suites.unit.small_llama import DTYPES, IDS, WIDTH, randomised, tiny_config
+from suites.unit.small_llama import DTYPES, EXTRA, IDS, WIDTH, randomised, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 class Shifted(ModuleTree):
     """Reads the block before: the off-by-one of `hidden_states`."""
 
-    def path(self, point: Any) -> str:
-        return super().path(dataclasses.replace(point, block=max(point.block - 1, 0)))
+    def reading(self, point: Any) -> Reading:
+        return super().reading(dataclasses.replace(point, block=max(point.block - 1, 0)))
 
 
 def edited(hook: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[ReferenceRun], None]:
@@ -88,6 +90,26 @@ WRONG_TREES = {
     "a norm without weight": (
         ModuleTree(final_norm="model.layers.3"),
         "the model has no model.layers.3.weight",
+    ),
+}
+
+#: Of the points that are not among the usual five.
+WRONG_READINGS = {
+    "the MLP's input before its norm": (
+        ModuleTree(mlp_in="model.layers.{i}.post_attention_layernorm"),
+        "blocks.0.mlp.hook_in: 12 of 12 rows differ from the MLP's output",
+    ),
+    "the heads' outputs before attention": (
+        ModuleTree(projection="q_proj"),
+        "blocks.0.attn.hook_z: 12 of 12 rows differ from the last projection's input",
+    ),
+    "another number of heads": (
+        ModuleTree(qkv=("k_proj", "q_proj", "v_proj")),
+        "blocks.0.attn.hook_q: shape (12, 32), expected (12, 64)",
+    ),
+    "no such projection": (
+        ModuleTree(qkv=("query", "key", "value")),
+        "blocks.0.attn.hook_q: the model has no module",
     ),
 }
 
@@ -163,18 +185,32 @@ class TestSelfTest:
     def test_reference_is_right(self, checkpoint: Path, dtype: torch.dtype, attention: str) -> None:
         assert check_reference(load_model(checkpoint, dtype, attn_implementation=attention), IDS) == []
 
-    @pytest.mark.parametrize("family", sorted(hooks.FAMILIES))
-    def test_family_is_as_its_entry_says(self, family: str, tmp_path: Path) -> None:
-        name = family.removesuffix("ForCausalLM")
+    @pytest.mark.parametrize("name", ["Llama", *sorted(EXTRA)])
+    def test_family_with_divisors_of_zero(self, name: str, tmp_path: Path) -> None:
         randomised(tiny_config(name), name).save_pretrained(tmp_path)
-        attention = hooks.FAMILIES[family].attention or "sdpa"
+        self.checked(tmp_path, FAMILIES[f"{name}ForCausalLM"])
+
+    @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+    def test_family_is_as_its_entry_says(self, tiny: TinyModel, tmp_path: Path) -> None:
+        tiny.build(tmp_path)
+        self.checked(tmp_path, FAMILIES[tiny.architecture])
+
+    @staticmethod
+    def checked(tmp_path: Path, tree: ModuleTree) -> None:
+        attention = tree.attention or "sdpa"
         assert check_reference(load_model(tmp_path, "bf16", attn_implementation=attention), IDS) == []
         assert check_reference(load_truth(tmp_path, "fp32"), IDS) == []
 
     @pytest.mark.parametrize("fault", WRONG_TREES)
     def test_wrong_module(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         tree, expected = WRONG_TREES[fault]
-        monkeypatch.setitem(hooks.FAMILIES, "LlamaForCausalLM", tree)
+        monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", tree)
+        self.reported(check_reference(model, IDS, FIREABLE_TEMPLATES), expected)
+
+    @pytest.mark.parametrize("fault", WRONG_READINGS)
+    def test_wrong_reading(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+        tree, expected = WRONG_READINGS[fault]
+        monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", tree)
         self.reported(check_reference(model, IDS), expected)
 
     @pytest.mark.parametrize("fault", WRONG_ROWS)
@@ -190,7 +226,7 @@ class TestSelfTest:
         self.reported(check_reference(model, IDS), expected)
 
     def test_batch_sliced(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hooks, "hidden_of", lambda output, _hook: output[0])
+        monkeypatch.setattr(hooks, "hidden_of", lambda output, _hook, **_: output[0])
         self.reported(check_reference(model, IDS), "blocks.0.hook_out: shape (64,), expected (12, 64)")
 
     def test_alias(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.conventions import Emission
 from harness.errors import EngineError
-from harness.interventions import Plan, parse_interventions
+from harness.interventions import Edit, Plan, parse_interventions
 from harness.models.tiny import TINY_MODELS
 from harness.points import EMBED, FINAL_NORM, all_points
 from harness.vllm.overlays import TapSpec, get_overlay, known_architectures
@@ -153,11 +153,136 @@ def test_what_is_emitted_is_rounded_once(kind: str) -> None:
         assert bool(((edited.double() - exact).abs() <= half * exact.abs() + 2**-22 * (1 + size)).all())
 
 
+# --- inputs, parts, and shares of ranks ---------------------------------------------------------------------------
+
+
+class Projects(nn.Module):
+    """Two query heads, one key-value head, side by side; and a block that is given its stream in two halves."""
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return (hidden_states * 2.0 if residual is None else hidden_states + residual), None
+
+
+def installed(module: nn.Module, *specs: TapSpec, place: tuple[int, int] = (0, 1)) -> TapSet:
+    return install_taps(
+        [(spec, module, Emission()) for spec in specs],
+        max_tokens=MAX,
+        max_programs=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        place=place,
+    )
+
+
+def heads_of(width: int = 8) -> list[TapSpec]:
+    return [
+        TapSpec("blocks.0.attn.hook_q", "qkv", 2 * width, heads=2),
+        TapSpec("blocks.0.attn.hook_k", "qkv", width, heads=1, before=(2,)),
+        TapSpec("blocks.0.attn.hook_v", "qkv", width, heads=1, before=(2, 1)),
+    ]
+
+
+def run(module: nn.Module, taps: TapSet, *args: Any, program: int = 0, **kwargs: Any) -> Any:
+    n = (args or tuple(kwargs.values()))[0].shape[0]
+    taps.open_step(n)
+    taps.edit_step([(0, n, program)] if program else [])
+    out = module(*args, **kwargs)
+    taps.close_step()
+    return out
+
+
+def test_parts_that_stand_side_by_side_are_read_and_edited_each_for_itself() -> None:
+    module = Projects()
+    taps = installed(module, *heads_of())
+    rows = torch.randn(5, 32, generator=torch.manual_seed(1))
+    clean = run(module, taps, rows)[0]
+    assert torch.equal(clean, rows * 2)
+    for (name, tap), columns in zip(
+        taps.taps.items(), (slice(0, 16), slice(16, 24), slice(24, 32)), strict=True
+    ):
+        assert torch.equal(tap.rows[:5], clean[:, columns])
+        taps.load(Plan(((Edit(name, "scale", 3.0, torch.zeros(()), None),),), ()))
+        edited = run(module, taps, rows, program=1)[0]
+        others = [i for i in range(32) if i not in range(32)[columns]]
+        assert torch.equal(edited[:, columns], clean[:, columns] * 3)
+        assert torch.equal(edited[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_an_argument_is_read_and_edited_before_the_module_runs(as_keyword: bool) -> None:
+    module = Projects()
+    taps = installed(module, TapSpec("blocks.0.attn.hook_in", "attn", 8, argument="hidden_states"))
+    rows = torch.randn(4, 8, generator=torch.manual_seed(2))
+    given = {"hidden_states": rows} if as_keyword else {}
+    out = run(module, taps, *([] if as_keyword else [rows]), **given)[0]
+    tap = taps.taps["blocks.0.attn.hook_in"]
+    assert torch.equal(tap.rows[:4], rows)
+    taps.load(Plan(((Edit(tap.spec.name, "suppress", 0.0, torch.zeros(()), None),),), ()))
+    edited = run(module, taps, *([] if as_keyword else [rows]), program=1, **given)[0]
+    assert bool(out.any())
+    assert not bool(edited.any())
+
+
+def test_a_stream_in_two_halves_is_read_as_its_sum() -> None:
+    module = Projects()
+    taps = installed(module, TapSpec("blocks.0.hook_in", "block", 8, argument="hidden_states", sums=True))
+    tap = taps.taps["blocks.0.hook_in"]
+    delta, residual = torch.randn(2, 3, 8, generator=torch.manual_seed(4))
+    out = run(module, taps, delta, residual)[0]
+    assert torch.equal(tap.rows[:3], delta + residual)
+    assert torch.equal(out, delta + residual)
+    value = torch.arange(8.0)
+    taps.load(Plan(((Edit(tap.spec.name, "set", 0.0, value, None),),), ()))
+    assert torch.equal(run(module, taps, delta, residual, program=1)[0], value.expand(3, 8))
+    assert torch.equal(run(module, taps, delta)[0], delta * 2), "a first block has no other half"
+
+
+def test_ranks_have_their_own_heads_or_the_same_one() -> None:
+    spec = heads_of()
+    assert [spec[0].share(rank, 2) for rank in (0, 1)] == [(0, 8), (8, 16)]
+    assert [spec[1].share(rank, 2) for rank in (0, 1)] == [(0, 8), (0, 8)]
+    assert [one.columns(2) for one in spec] == [(0, 8), (8, 16), (16, 24)]
+    eight = TapSpec("blocks.0.attn.hook_k", "qkv", 16, heads=2, before=(8,))
+    assert [eight.share(rank, 4) for rank in range(4)] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    assert eight.columns(4) == (16, 24)
+
+
+def test_a_rank_edits_its_own_numbers() -> None:
+    module = Projects()
+    taps = installed(module, heads_of()[0], place=(1, 2))
+    taps.load(Plan(((Edit("blocks.0.attn.hook_q", "set", 0.0, torch.arange(16.0), None),),), ()))
+    rows = torch.randn(2, 24, generator=torch.manual_seed(7))
+    assert torch.equal(run(module, taps, rows, program=1)[0][:, :8], torch.arange(8.0, 16.0).expand(2, 8))
+
+
+def test_two_taps_at_one_place_are_refused() -> None:
+    with pytest.raises(
+        EngineError, match=r"has a tap already \(blocks\.0\.attn\.hook_q\), at the same place"
+    ):
+        installed(Projects(), heads_of()[0], heads_of()[0])
+
+
+def test_an_argument_that_is_not_there_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"Projects takes no argument 'query' but hidden_states, residual"):
+        installed(Projects(), TapSpec("blocks.0.attn.hook_rot_q", "attn", 8, argument="query", heads=1))
+
+
+def test_nothing_is_left_after_removal() -> None:
+    module = Projects()
+    taps = installed(module, *heads_of(), TapSpec("blocks.0.hook_in", "qkv", 32, argument="hidden_states"))
+    assert len(dict(module.named_buffers())) == 4 * 5 + 2
+    taps.remove(traced=False)
+    assert not dict(module.named_buffers())
+    assert not hasattr(module, "_tap_switch")
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
 # --- specs and overlays ------------------------------------------------------------------------------------------
 
 
 def configs() -> dict[str, Any]:
-    return {f"{tiny.family}ForCausalLM": tiny.config() for tiny in TINY_MODELS}
+    return {tiny.architecture: tiny.config() for tiny in TINY_MODELS}
 
 
 def test_specs_travel_as_json_and_tell_families_apart() -> None:
@@ -170,7 +295,8 @@ def test_specs_travel_as_json_and_tell_families_apart() -> None:
         assert [tap.name for tap in spec.taps] == all_points(4)
         assert {tap.width for tap in spec.taps} == {64}
         told.add(sent)
-    assert len(told) == len(configs()) == 4
+    # Those of Llama's own layout are told the same, and so are GPT-2 and GPT-J.
+    assert len(told) == 12
     assert set(configs()) <= set(known_architectures())
 
 
@@ -184,7 +310,7 @@ def test_bare_specs_get_the_conventions_of_their_model(architecture: str) -> Non
     )
     sent = HarnessSpec.from_config(bare.to_config())
     assert sent == bare
-    assert bare.completed(overlay) == HarnessSpec(tuple(overlay.taps(config)))
+    assert bare.completed(overlay, config) == HarnessSpec(tuple(overlay.taps(config)))
 
 
 def test_what_an_engine_holds_is_looked_up() -> None:

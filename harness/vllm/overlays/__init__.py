@@ -5,6 +5,7 @@ May import the vocabulary; knows module paths, never modules.
 
 from __future__ import annotations
 
-from harness.vllm.overlays.base import Overlay, TapSpec, get_overlay, known_architectures
+from harness.vllm.overlays.base import Overlay, Requirement, TapSpec
+from harness.vllm.overlays.find import get_overlay, known_architectures
 
-__all__ = ["Overlay", "TapSpec", "get_overlay", "known_architectures"]
+__all__ = ["Overlay", "Requirement", "TapSpec", "get_overlay", "known_architectures"]

@@ -1,0 +1,89 @@
+"""Families by points as Markdown: how near each came to the noise, for captures, edits and logits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from harness.models import load_config, resolve
+from harness.points import TEMPLATES, HookPoint
+from harness.reference.families import tree_of_config
+from harness.store.frames import to_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from harness.store.reader import RunRecords
+
+__all__ = ["family_tables"]
+
+_LOGITS = "logits"
+#: Labels of verdicts on edited calls end in these.
+_EDITED = (": values", ": change")
+_HEAD = """\
+Each entry is the smallest *k* that would have let the worst gate of that point pass, *err(E) / max(err(R), floor)*:
+first of captures, then of edited calls. At most {k:g} is parity; 1 is the reference's own error.
+"""
+
+
+def family_tables(records: RunRecords) -> str:
+    """One table per dtype and mode of a run, models by points; no entry is empty without its reason below.
+
+    Args:
+        records: a run's, see :func:`harness.store.read_run`.
+    """
+    _, hooks = to_frames(records)
+    judged = hooks[hooks["verdict"].map(lambda label: not label.startswith("planted"))].copy()
+    judged["point"] = judged["hook"].map(_point)
+    judged["edited"] = judged["verdict"].map(lambda label: label.endswith(_EDITED))
+    models = list(dict.fromkeys(judged["model"]))
+    notes: dict[str, int] = {}
+    parts = [_HEAD.format(k=float(records.run.get("k", 3.0)))]
+    for (dtype, mode), rows in judged.groupby(["dtype", "mode"], sort=True):
+        worst = rows.groupby(["model", "point", "edited"])["required_k"].max().to_dict()
+        present = [
+            point
+            for point in (*TEMPLATES, _LOGITS)
+            if any((m, point, e) in worst for m in models for e in (0, 1))
+        ]
+        ran = [model for model in models if model in set(rows["model"])]
+        parts.append(f"## {dtype}, {mode}\n")
+        parts.append(_row(["model", *(point.removeprefix("blocks.{i}.") for point in present)]))
+        parts.append(_row(["---"] * (1 + len(present))))
+        for model in ran:
+            missing = _missing(model)
+            cells = [_cell(worst, model, point, missing, notes) for point in present]
+            parts.append(_row([model, *cells]))
+        parts.append("")
+    parts += [f"[{number}] {reason}  " for reason, number in notes.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _point(hook: str) -> str:
+    return _LOGITS if hook == _LOGITS else HookPoint.parse(hook).template
+
+
+def _missing(model: str) -> dict[str, str]:
+    """Template → why a model has no such point, on either side."""
+    from harness.vllm.overlays import get_overlay
+
+    config = load_config(resolve(model).fetch())
+    return {**tree_of_config(config).lacks, **get_overlay(config.architectures[0]).lacks}
+
+
+def _cell(
+    worst: Mapping[tuple[str, str, bool], float],
+    model: str,
+    point: str,
+    missing: Mapping[str, str],
+    notes: dict[str, int],
+) -> str:
+    found = [worst.get((model, point, edited)) for edited in (False, True)]
+    if found == [None, None]:
+        reason = missing.get(point, "not asked for in this run")
+        return f"[{notes.setdefault(reason, len(notes) + 1)}]"
+    return " / ".join("-" if k is None or math.isnan(k) else f"{k:.2f}" for k in found)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -101,6 +101,11 @@ class BootConfig:
             if key not in _UNNAMED_OPTIONS
         ]
         return _file_name("-".join(parts))
+
+    def with_options(self, **options: Any) -> Self:
+        """The same but for ``options``; one of None is left out."""
+        changed = {**self.options, **{name: value for name, value in options.items() if value is not None}}
+        return replace(self, options=changed)
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back."""

@@ -17,7 +17,7 @@ from harness.interventions import parse_interventions, plain_specs
 from harness.logit_check import logit_problems
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
-from harness.points import all_points, every_point, nonfireable_points, select
+from harness.points import TEMPLATES, all_points, every_point, nonfireable_points, select
 from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
@@ -110,7 +110,20 @@ class Parity:
     def hook_points(self) -> list[str]:
         """What the engine must serve, whatever it says itself: the usual points, or those it was booted for."""
         asked = self.config.options.get("hook_points")
-        return all_points(self.n_layers) if asked is None else select(asked, every_point(self.n_layers))
+        if asked is None:
+            return all_points(self.n_layers)
+        return self.every_point if asked == "every" else select(asked, every_point(self.n_layers))
+
+    @cached_property
+    def every_point(self) -> list[str]:
+        """Every point that this family has on both sides, by the tables of both."""
+        from harness.reference.families import tree_of_config
+        from harness.vllm.overlays import get_overlay
+
+        overlay = get_overlay(self.hf_config.architectures[0])
+        missing = overlay.nonfiring_hooks(self.config.topology.tp)
+        both = [template for template in TEMPLATES if template not in missing]
+        return tree_of_config(self.hf_config).points(self.n_layers, both)
 
     @property
     def step(self) -> int:
@@ -339,16 +352,22 @@ class Parity:
         self._session.record_verdict(label, None, detail)
 
     @contextlib.contextmanager
-    def spare_engine(self, **options: Any) -> Iterator[Engine]:
+    def spare_engine(
+        self, *, step: int | None = None, length: int | None = None, **options: Any
+    ) -> Iterator[Engine]:
         """A second engine like this one but for ``options``, which nobody else uses; closed at the end.
 
-        An option of None is left out.
+        Args:
+            step: tokens per step.
+            length: longest request.
+            **options: of the backend; one of None is left out.
         """
-        changed = {
-            **self.config.options,
-            **{name: value for name, value in options.items() if value is not None},
-        }
-        engine = self._session.pool.boot(dataclasses.replace(self.config, options=changed))
+        changed = dataclasses.replace(
+            self.config.with_options(**options),
+            max_num_batched_tokens=step or self.config.max_num_batched_tokens,
+            max_model_len=length or self.config.max_model_len,
+        )
+        engine = self._session.pool.boot(changed)
         try:
             yield engine
         finally:
@@ -361,7 +380,7 @@ class Parity:
         ``fault`` is a class of :mod:`harness.faults`: a worker (``workers.StaleBuffer``) or, with ``driver`` for
         ``side``, a driver (``logits.MaskIgnored``).
         """
-        planted = {f"{side}_cls": f"harness.faults.{fault}"}
+        planted: dict[str, Any] = {f"{side}_cls": f"harness.faults.{fault}"}
         with self.spare_engine(**planted, **options) as engine:
             yield _OnTrial(self._session, engine)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.backend import DTYPES, MODES, BootConfig, Topology
@@ -11,12 +11,14 @@ from harness.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DEFAULT_MODELS", "PROFILES", "Plan", "Profile"]
+__all__ = ["DEFAULT_MODELS", "EVERY_POINT", "ONE_RANK", "PROFILES", "Plan", "Profile", "plain"]
 
 DEFAULT_MODELS = ("smollm2-135m", "tiny-llama")
 #: Room for a prompt just over the largest step, and its new tokens.
 _MAX_MODEL_LEN = 320
 ONE_RANK = ("tp1",)
+#: Options of an engine that serves every point its family has, with room for an edit at each kind of them.
+EVERY_POINT = {"hook_points": "every", "max_edit_programs": 48}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class Plan:
             for step in self.step_sizes
             for mode in self.modes
         ]
+
+
+def plain(config: BootConfig) -> BootConfig:
+    """``config`` with the options that every engine of a run has, and no others."""
+    return replace(config, options=_options(config.backend))
 
 
 def _options(backend: str) -> dict[str, object]:

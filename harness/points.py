@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ATTN_IN",
     "ATTN_OUT",
+    "ATTN_SCORES",
     "BLOCK_IN",
     "BLOCK_OUT",
     "EMBED",
@@ -33,7 +34,9 @@ __all__ = [
     "MLP_IN",
     "MLP_OUT",
     "NONFIREABLE_TEMPLATES",
+    "PATTERN",
     "Q_HEAD_TEMPLATES",
+    "REBUILT_TEMPLATES",
     "ROT_K",
     "ROT_Q",
     "TEMPLATES",
@@ -54,6 +57,8 @@ HEAD_V = "blocks.{i}.attn.hook_v"
 ROT_Q = "blocks.{i}.attn.hook_rot_q"
 ROT_K = "blocks.{i}.attn.hook_rot_k"
 HEAD_Z = "blocks.{i}.attn.hook_z"
+ATTN_SCORES = "blocks.{i}.attn.hook_attn_scores"
+PATTERN = "blocks.{i}.attn.hook_pattern"
 ATTN_OUT = "blocks.{i}.attn.hook_out"
 MLP_IN = "blocks.{i}.mlp.hook_in"
 MLP_OUT = "blocks.{i}.mlp.hook_out"
@@ -79,22 +84,26 @@ TEMPLATES = (
 )
 #: Templates of the points every backend serves unless told otherwise.
 FIREABLE_TEMPLATES = (EMBED, ATTN_OUT, MLP_OUT, BLOCK_OUT, FINAL_NORM)
+#: Templates of the points that nothing holds and that are rebuilt from queries and keys; they cannot be edited.
+REBUILT_TEMPLATES = (ATTN_SCORES, PATTERN)
 #: Templates whose rows are made of query heads, and of key-value heads.
 Q_HEAD_TEMPLATES = (HEAD_Q, ROT_Q, HEAD_Z)
 KV_HEAD_TEMPLATES = (HEAD_K, HEAD_V, ROT_K)
 
-_FUSED = "the engine computes it inside a fused kernel; no module emits it. It follows from hook_rot_q and hook_rot_k"
 _LOGITS = "logits are rebuilt from the final norm instead: use ForwardResult.logits"
 
 #: Templates of the points that exist by name but cannot fire, each with the reason.
 NONFIREABLE_TEMPLATES = {
-    "blocks.{i}.attn.hook_pattern": _FUSED,
-    "blocks.{i}.attn.hook_attn_scores": _FUSED,
     "unembed.hook_out": _LOGITS,
 }
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-_IN_BLOCKS = tuple(template for template in TEMPLATES if "{i}" in template)
+_BEFORE_Z = TEMPLATES.index(HEAD_Z)
+_IN_BLOCKS = tuple(
+    template
+    for template in (*TEMPLATES[:_BEFORE_Z], *REBUILT_TEMPLATES, *TEMPLATES[_BEFORE_Z:])
+    if "{i}" in template
+)
 #: Position of a template inside its block, as the forward computes it.
 _WITHIN_BLOCK = {template.removeprefix("blocks.{i}."): place for place, template in enumerate(_IN_BLOCKS)}
 

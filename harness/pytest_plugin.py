@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.errors import CaptureError, HarnessError, UsageError
-from harness.plan import DEFAULT_MODELS, PROFILES, Plan
+from harness.plan import DEFAULT_MODELS, EVERY_POINT, PROFILES, Plan, plain
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -87,9 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the plan, so that a wrong option fails before collection."""
     config.addinivalue_line(
         "markers",
-        "parity(models=, dtypes=, modes=, topologies=, backends=, tokenizer=, extra_models=, extra_topologies=, "
-        "smoke={}): narrow the engines a test runs on, or add to a run of the default models or of one rank; what "
-        "stands under smoke holds in the smoke profile only",
+        "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, extra_models=, "
+        "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
+        "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
     )
     option = config.option
     modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
@@ -147,6 +147,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         configs = [c for c in every if _wanted(c, {**limits, **smoke})] or every
     except UsageError as error:
         _refuse(error)
+    if limits.get("every_point"):
+        configs = [c.with_options(**EVERY_POINT) for c in configs]
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
 
 
@@ -181,11 +183,21 @@ def _config_of(item: pytest.Item) -> BootConfig | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
+    if config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
     found = {item: _config_of(item) for item in items}
     models = dict.fromkeys(one.model for one in found.values() if one is not None)
     ranks = dict.fromkeys(str(one.topology) for one in found.values() if one is not None)
     order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(models, ranks), start=1)}
-    items.sort(key=lambda item: 0 if (one := found[item]) is None else order[one.to_json()])
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        one = found[item]
+        return (0, "") if one is None else (order[plain(one).to_json()], one.to_json())
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness.errors import CaptureError
+from harness.points import REBUILT_TEMPLATES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows"]
+
+
+#: How names end of points whose value is a matrix of queries by keys.
+_SQUARE = tuple(template.partition("{i}")[2] for template in REBUILT_TEMPLATES)
 
 
 @dataclass
@@ -26,7 +31,8 @@ class ForwardResult:
 
     Attributes:
         captured: hook name → (batch, seq, width), or (batch, seq, heads, head_dim) where rows are made of heads, at the
-            engine's dtype, on CPU, zeros right of each row's end.
+            engine's dtype, on CPU, zeros right of each row's end; attention scores and patterns (batch, heads, seq of
+            queries, seq of keys), -inf and 0 where nothing is seen.
         lengths: rows per request: prompt tokens plus fed-back decode tokens (``n_prompt + k - 1``).
         new_tokens: greedy token ids per request, ``k`` each.
         logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
@@ -50,8 +56,16 @@ class ForwardResult:
         self.starts = self.starts or [0] * len(self.lengths)
 
     def rows(self, hook: str, request: int) -> torch.Tensor:
-        """The real rows of one request, (n_rows, width) or (n_rows, heads, head_dim), without padding."""
-        return self.captured[hook][request, self._span(request)]
+        """The real rows of one request, without padding.
+
+        Returns:
+            (n_rows, width), or (n_rows, heads, head_dim); of scores and patterns (n_rows, heads, n_rows): a row per
+            query.
+        """
+        here = self._span(request)
+        if hook.endswith(_SQUARE):
+            return self.captured[hook][request, :, here, here].transpose(0, 1)
+        return self.captured[hook][request, here]
 
     def rows_by_hook(self) -> dict[str, list[torch.Tensor]]:
         """All captures without padding, heads one after the other: hook → one (n_rows, width) per request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import CaptureError
+from harness.prompts import of_length
 from suites import test_activations
 from suites.trial import expect_red
 
@@ -18,6 +19,12 @@ FAULTS = {
     "tiny-cohere": {"PlainAsFused": ({}, r"blocks\.0\.hook_out is the first .*embed\.hook_out")},
     "tiny-gptneox": {"ParallelAsSequential": ({}, r"blocks\.1\.mlp\.hook_out is the first ")},
     "tiny-olmo2": {"PostNormIgnored": ({}, r"blocks\.1\.mlp\.hook_out is the first ")},
+    "tiny-mistral": {
+        "WindowForgotten": (
+            {"hook_points": HEADS},
+            r"blocks\.0\.attn\.hook_pattern is the first .*from position 24 on",
+        )
+    },
     "tiny-llama": {
         "RotarySwapped": (
             {"hook_points": HEADS},
@@ -28,13 +35,20 @@ FAULTS = {
 MODELS = tuple(FAULTS)
 
 
+def one_pattern(parity):
+    """A prompt longer than the window."""
+    prompt = of_length(parity, 40)
+    parity.check([prompt], parity.forward([prompt], capture=["blocks.0.attn.hook_pattern"]))
+
+
 @pytest.mark.parity(
     models=MODELS, extra_models=MODELS, backends=("vllm",), dtypes=("fp32",), modes=("eager",), steps=(64,)
 )
 def test_another_family_s_convention_is_caught(parity):
     """Each convention that families differ by, taken for another's: red, at the first hook it touches, and named."""
     for fault, (options, says) in FAULTS[parity.config.model].items():
-        expect_red(parity, f"families.{fault}", test_activations.test_ragged_batch, says, **options)
+        check = one_pattern if fault == "WindowForgotten" else test_activations.test_ragged_batch
+        expect_red(parity, f"families.{fault}", check, says, **options)
 
 
 @pytest.mark.parity(

@@ -12,6 +12,7 @@ PARALLEL = ("tp2", "pp2", "tp2pp2")
 on_ranks = pytest.mark.parity(
     models=("tiny-llama",),
     backends=("vllm",),
+    steps=(64,),
     topologies=PARALLEL,
     extra_topologies=PARALLEL,
     smoke={"dtypes": ("fp32",), "modes": ("eager",)},

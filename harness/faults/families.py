@@ -24,6 +24,7 @@ __all__ = [
     "PlusOneMissing",
     "PostNormIgnored",
     "RotarySwapped",
+    "WindowForgotten",
 ]
 
 
@@ -77,6 +78,15 @@ class RotarySwapped(_OtherTaps):
         point = HookPoint.parse(tap.name)
         other = {HEAD_Q: ROT_Q, ROT_Q: HEAD_Q}.get(point.template)
         return tap if other is None else dataclasses.replace(taps[other.format(i=point.block)], name=tap.name)
+
+
+class WindowForgotten(CaptureWorker):
+    """Patterns are rebuilt as if every query saw all that came before it."""
+
+    def tl_get_attention(self, path: str) -> dict[str, Any] | None:
+        """Without the window."""
+        said = super().tl_get_attention(path)
+        return None if said is None else {**said, "window": None}
 
 
 class _OtherModel(CaptureWorker):

@@ -18,9 +18,8 @@ from harness.errors import UsageError
 from harness.geometry import Geometry
 from harness.interventions import parse_interventions
 from harness.models import load_config, resolve
-from harness.points import check_capture, nonfireable_points
+from harness.points import REBUILT_TEMPLATES, TEMPLATES, check_capture, nonfireable_points
 from harness.reference.families import architecture_of, attention_of, tree_of
-from harness.reference.hooks import points_of
 from harness.reference.load import as_dtype, load_model
 from harness.reference.references import DEFAULT_ATTENTION
 from harness.reference.run import forward_logits, run_reference
@@ -48,9 +47,11 @@ class ReferenceBackend:
     """
 
     def __init__(self, model: PreTrainedModel, config: BootConfig, *, boot_seconds: float = 0.0) -> None:
-        self.supported_hook_points: Sequence[str] = points_of(model)
+        tree, layers = tree_of(model), model.config.num_hidden_layers
+        self.supported_hook_points: Sequence[str] = tree.points(layers, TEMPLATES)
         self.non_fireable_hook_points = nonfireable_points(
-            model.config.num_hidden_layers, tree_of(model).missing
+            layers,
+            {**tree.missing, **dict.fromkeys(REBUILT_TEMPLATES, "this backend gives no attention weights")},
         )
         self.config = config
         self._model: PreTrainedModel | None = model

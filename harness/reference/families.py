@@ -23,6 +23,7 @@ from harness.points import (
     MLP_IN,
     MLP_OUT,
     NONFIREABLE_TEMPLATES,
+    PATTERN,
     ROT_K,
     ROT_Q,
     TEMPLATES,
@@ -59,7 +60,7 @@ class Reading:
     Attributes:
         path: dotted path of a module, ``{i}`` is the block.
         side: ``out``: what it returns; ``in``: what it is given first; ``query``, ``key``: what it gives the attention
-            function under that name.
+            function under that name; ``pattern``: the weights that one gives back.
         part: which of the three, q, k or v, where it returns them side by side; None: it returns the value alone.
         flat: it sees the rows of all sequences, (n, width), and not (batch, n, width).
     """
@@ -153,6 +154,7 @@ class ModuleTree:
                 ATTN_IN: Reading(self.attn, "in"),
                 ROT_Q: Reading(self.attn, "query"),
                 ROT_K: Reading(self.attn, "key"),
+                PATTERN: Reading(self.attn, "pattern"),
                 HEAD_Z: Reading(f"{self.attn}.{self.projection}", "in"),
                 ATTN_OUT: Reading(self.attn),
                 MLP_IN: Reading(self.mlp_in or self.mlp, "in"),
@@ -162,7 +164,7 @@ class ModuleTree:
             }[template]
         return replace(found, path=found.path.format(i=point.block), flat=template in self.flat)
 
-    def points(self, n_layers: int, templates: Sequence[str] = TEMPLATES) -> list[str]:
+    def points(self, n_layers: int, templates: Sequence[str] = (*TEMPLATES, PATTERN)) -> list[str]:
         """Every point of some templates that a model of so many blocks has here, in forward order."""
         return every_point(n_layers, [template for template in templates if template not in self.lacks])
 
@@ -178,7 +180,7 @@ _NO_ROTARY = dict.fromkeys(
     (ROT_Q, ROT_K), "positions are learned, nothing is rotated: hook_q and hook_k are it"
 )
 _OWN_ATTENTION = dict.fromkeys(
-    (ROT_Q, ROT_K), "its attention class calls no attention function of transformers"
+    (ROT_Q, ROT_K, PATTERN), "its attention class calls no attention function of transformers"
 )
 _INTERLEAVED = dict.fromkeys((HEAD_Q, HEAD_K, HEAD_V), "its projection interleaves q, k and v")
 _GPT2_LIKE = ModuleTree(

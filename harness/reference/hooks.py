@@ -210,7 +210,7 @@ class _Tap:
 
 
 class _AttentionHandle:
-    """A tap on what one attention module gives the attention function, (batch, heads, n, head_dim) each.
+    """A tap on what one attention module gives the attention function, (batch, heads, n, head_dim) each, or gets of it.
 
     Which function a module calls it looks up in transformers' table, under the name its model was loaded with; for as
     long as such a tap is installed the table hands out functions that are watched.
@@ -225,8 +225,16 @@ class _AttentionHandle:
             def watched(
                 calling: nn.Module, query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any
             ) -> Any:
+                side = tap.reading.side
+                if calling is module and side == "pattern":
+                    result = function(calling, query, key, *rest, **more)
+                    if result[1] is None:
+                        msg = f"{tap.hook}: attention gives no weights; load the model with eager attention"
+                        raise CaptureError(msg)
+                    tap.pass_through(result[1].transpose(1, 2).flatten(2))
+                    return result
                 if calling is module:
-                    given = query if tap.reading.side == "query" else key
+                    given = query if side == "query" else key
                     changed = tap.pass_through(given.transpose(1, 2).flatten(2))
                     if changed is not None:
                         made = changed.unflatten(-1, (given.shape[1], -1)).transpose(1, 2)

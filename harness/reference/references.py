@@ -15,13 +15,14 @@ from harness.models import load_config, resolve
 from harness.points import (
     BLOCK_OUT,
     FIREABLE_TEMPLATES,
+    PATTERN,
+    TEMPLATES,
     HookPoint,
-    all_points,
     check_capture,
     nonfireable_points,
 )
-from harness.reference.families import attention_of, tree_of_config
-from harness.reference.hooks import module_paths, points_of
+from harness.reference.families import attention_of, tree_of, tree_of_config
+from harness.reference.hooks import module_paths
 from harness.reference.load import as_dtype, load_model
 from harness.reference.realisations import jitter, onednn_linears
 from harness.reference.run import ReferenceRun, per_sequence, run_reference
@@ -105,7 +106,7 @@ class References:
     attn_implementation: str = DEFAULT_ATTENTION
     computed: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
-    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited, bool], _Entry] = field(
+    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited, tuple[str, ...]], _Entry] = field(
         default_factory=OrderedDict
     )
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
@@ -208,16 +209,20 @@ class References:
         logits: bool,
     ) -> ReferenceRun:
         """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
-        wide = any(HookPoint.parse(name).template not in FIREABLE_TEMPLATES for name in names)
+        asked = {HookPoint.parse(name).template for name in names}
+        # The usual points are kept together, so that the next caller finds them; of the others there are many.
+        wanted = next(
+            kind for kind in (FIREABLE_TEMPLATES, TEMPLATES, (*TEMPLATES, PATTERN)) if asked <= set(kind)
+        )
         entries: list[_Entry] = []
         held: dict[tuple[Ids, Edited], _Entry] = {}
         for ids, here in zip(map(tuple, prompts), edits, strict=True):
             edited = frozenset(edit.digest for edit in here)
             if (ids, edited) not in held:
-                key = (folder, dtype, role, ids, edited, wide)
+                key = (folder, dtype, role, ids, edited, wanted)
                 entry = self._entries.get(key)
                 if entry is None or (logits and not entry.logits.numel()):
-                    entry = self._compute(folder, dtype, role, ids, here, wide=wide, logits=logits)
+                    entry = self._compute(folder, dtype, role, ids, here, templates=wanted, logits=logits)
                 held[ids, edited] = self._entries[key] = entry
                 self._entries.move_to_end(key)
             entries.append(held[ids, edited])
@@ -236,14 +241,13 @@ class References:
         ids: Ids,
         edits: tuple[Edit, ...],
         *,
-        wide: bool,
+        templates: tuple[str, ...],
         logits: bool,
     ) -> _Entry:
         model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
-        # The usual points are kept together, so that the next caller finds them; of the others there are many.
-        names = points_of(model) if wide else all_points(model.config.num_hidden_layers)
-        with _jittered(model, role):
+        names = tree_of(model).points(model.config.num_hidden_layers, templates)
+        with _jittered(model, role), _giving_weights(model, wanted=PATTERN in templates):
             run = run_reference(model, [ids], names, [edits])
         self.seconds["forward"] += time.monotonic() - started
         self.computed += 1
@@ -313,6 +317,20 @@ def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]
 def _model_role(role: Role) -> Role:
     """The jittered realisations run on R's own model."""
     return "truth" if role == "truth" else "same"
+
+
+@contextmanager
+def _giving_weights(model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
+    """Within it attention is computed so that its weights can be seen, where they are wanted."""
+    before = model.config._attn_implementation  # noqa: SLF001  (transformers has no other name)
+    if not wanted or before == "eager":
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.models import load_config, resolve
 from harness.points import TEMPLATES, HookPoint
@@ -72,7 +72,7 @@ def _missing(model: str) -> dict[str, str]:
 
 
 def _cell(
-    worst: Mapping[tuple[str, str, bool], float],
+    worst: Mapping[Any, float],
     model: str,
     point: str,
     missing: Mapping[str, str],

@@ -111,6 +111,10 @@ class VLLMBackend:
         """See :class:`harness.vllm.layout.Layout`."""
         return self.driver.layout.to_json()
 
+    def tap_bytes(self) -> list[dict[str, int]]:
+        """See :meth:`VLLMDriver.tap_bytes`."""
+        return self.driver.tap_bytes()
+
     def get_param(self, name: str) -> torch.Tensor | None:
         """See :meth:`VLLMDriver.get_param`."""
         return self.driver.get_param(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness import points
 from harness.backend import DTYPES
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from harness.bridge import RemoteBridge
-    from harness.vllm.overlays import Overlay
+    from harness.vllm.overlays import Overlay, TapSpec
 
-__all__ = ["boot_vllm", "check_boot", "kv_cache_bytes"]
+__all__ = ["boot_vllm", "check_boot", "chosen_taps", "kv_cache_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,10 @@ def _check_topology(geometry: Geometry, tp: int, pp: int) -> None:
         raise UsageError(msg)
 
 
+_REBUILT = (
+    "it is rebuilt from hook_rot_q and hook_rot_k, in families without rotary from hook_q and hook_k: name them \
+in hook_points at boot. It cannot be edited"
+)
 _LEFT_OUT = "it was left out at boot; name it, or a pattern it fits, in hook_points"
 
 
@@ -167,6 +171,27 @@ def check_boot(
     return hf_config, spec, name, length
 
 
+def chosen_taps(
+    spec: HarnessSpec, hook_points: Sequence[str] | Literal["every"] | None, hf_config: Any
+) -> tuple[TapSpec, ...]:
+    """Those taps of every one there is that :func:`boot_vllm` is asked for by its ``hook_points``.
+
+    Raises:
+        UsageError: no point is asked for, or a pattern fits none.
+    """
+    every = [tap.name for tap in spec.taps]
+    if hook_points == "every":
+        return spec.taps
+    if hook_points is None:
+        chosen = set(points.all_points(int(hf_config.num_hidden_layers)))
+    else:
+        chosen = set(points.select(hook_points, every))
+        if not chosen:
+            msg = "hook_points is empty: name at least one, or leave it out for the usual ones"
+            raise UsageError(msg)
+    return tuple(tap for tap in spec.taps if tap.name in chosen)
+
+
 def boot_vllm(
     model_name: str,
     tokenizer: Any | None = None,
@@ -178,7 +203,7 @@ def boot_vllm(
     enable_position_interventions: bool = False,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
-    hook_points: Sequence[str] | None = None,
+    hook_points: Sequence[str] | Literal["every"] | None = None,
     max_edit_programs: int = EDIT_PROGRAMS,
     **vllm_kwargs: Any,
 ) -> RemoteBridge:
@@ -198,7 +223,7 @@ def boot_vllm(
         pipeline_parallel_size: stages the layers are cut into.
         hook_points: names or patterns (``blocks.*.hook_out``, ``blocks.*.attn.hook_?``) to install, of every point the
             family has; by default the embedding, each block's attention, MLP and output, and the final norm. Points
-            left out cost no memory and cannot be captured.
+            left out cost no memory and cannot be captured. ``every`` takes all of them.
         max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point. With 0
             nothing can be edited, and taps change no bit of the results either, see ``docs/interventions.md``.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
@@ -224,15 +249,9 @@ def boot_vllm(
         pipeline_parallel_size=pipeline_parallel_size,
         kv_cache_memory_bytes=kv_bytes,
     )
-    every = [tap.name for tap in spec.taps]
-    if hook_points is None:
-        chosen = set(points.all_points(int(hf_config.num_hidden_layers)))
-    else:
-        chosen = set(points.select(hook_points, every))
-        if not chosen:
-            msg = "hook_points is empty: name at least one, or leave it out for the usual ones"
-            raise UsageError(msg)
-    spec = replace(spec, taps=tuple(tap for tap in spec.taps if tap.name in chosen))
+    taps = chosen_taps(spec, hook_points, hf_config)
+    left_out = [tap.name for tap in spec.taps if tap not in taps]
+    spec = replace(spec, taps=taps)
     if max_edit_programs != 0:
         _positive_int("max_edit_programs", max_edit_programs)
     spec = replace(spec, max_programs=max_edit_programs)
@@ -261,7 +280,9 @@ def boot_vllm(
     llm = _boot(arguments)
     templates = _overlay_of(hf_config).nonfiring_hooks(tensor_parallel_size)
     non_fireable = points.nonfireable_points(int(hf_config.num_hidden_layers), templates)
-    non_fireable |= dict.fromkeys((name for name in every if name not in chosen), _LEFT_OUT)
+    non_fireable |= dict.fromkeys(left_out, _LEFT_OUT)
+    rebuilt = points.every_point(int(hf_config.num_hidden_layers), points.REBUILT_TEMPLATES)
+    non_fireable |= dict.fromkeys(rebuilt, _REBUILT)
     seconds = time.monotonic() - started
     return _wrap(llm, spec, path, tokenizer, non_fireable=non_fireable, boot_seconds=seconds)
 

@@ -18,6 +18,7 @@ from harness.vllm import internals
 from harness.vllm.call import Limits, check_stops
 from harness.vllm.layout import Layout, Place, join_shares, verify_layout
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
+from harness.vllm.patterns import Patterns
 from harness.vllm.spec import HarnessSpec
 from harness.vllm.wire import decode_tensor, encode_specs, encode_tensor
 from harness.vllm.worker_extension import REQUEST_KEY
@@ -71,6 +72,9 @@ class VLLMDriver:
         self._vocab_size = int(self.hf_config.vocab_size)
         self.max_model_len = int(llm.llm_engine.model_config.max_model_len)
         self.supported_hook_points = list(self._widths)
+        self._patterns = Patterns(llm, self._heads, self.hf_config)
+        #: Points that are rebuilt from others: they can be captured, not edited.
+        self.rebuilt_hook_points = list(self._patterns.sources)
         layers = int(self.hf_config.num_hidden_layers)
         self.non_fireable_hook_points = (
             points.nonfireable_points(layers) if non_fireable is None else dict(non_fireable)
@@ -129,19 +133,24 @@ class VLLMDriver:
         """
         self._alive()
         stop_token_ids = check_stops(stop_token_ids, self._vocab_size)
-        names = points.check_capture(capture, self.supported_hook_points, self.non_fireable_hook_points)
+        names = points.check_capture(
+            capture,
+            [*self.supported_hook_points, *self.rebuilt_hook_points],
+            self.non_fireable_hook_points,
+        )
+        needed = self._patterns.needed(names)
         call = self._limits.check(input_ids, attention_mask, intervene, max_new_tokens)
         rebuild = return_logits and self._logits.available
         keys = [f"{self._tag}-{next(self._calls)}" for _ in call.prompts]
-        armed = [*(n for n in names if n != FINAL_NORM), FINAL_NORM] if rebuild else names
+        armed = [*(n for n in needed if n != FINAL_NORM), FINAL_NORM] if rebuild else needed
         sampling = {"logprobs": self._logits.fallback()} if return_logits and not rebuild else {}
         started = time.perf_counter()
         with self._edited(dict(zip(keys, call.edits, strict=True))), self._armed(armed):
             outputs = self._generate(call.prompts, keys, max_new_tokens, stop_token_ids, **sampling)
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
-            captured = self._collect(names, keys, lengths, edited=any(call.edits)) if names else {}
-            steps = _largest(internals.call_workers(self.llm, "tl_step_stats")) if names else {}
+            captured = self._collect(needed, keys, lengths, edited=any(call.edits)) if needed else {}
+            steps = _largest(internals.call_workers(self.llm, "tl_step_stats")) if needed else {}
             emitted = self._emitted(keys, lengths) if rebuild else []
         place: dict[str, Any] = {"starts": call.starts, "columns": call.columns}
         logits = None
@@ -151,8 +160,14 @@ class VLLMDriver:
                 if rebuild
                 else self._logits.last_rows(outputs, call.prompts, lengths, **place)
             )
+        rebuilt = self._patterns.rebuilt(names, captured, **place)
         return ForwardResult(
-            {name: self._by_head(name, pad_rows(rows, **place)) for name, rows in captured.items()},
+            {
+                name: rebuilt[name]
+                if name in rebuilt
+                else self._by_head(name, pad_rows(captured[name], **place))
+                for name in names
+            },
             lengths,
             new_tokens,
             logits=logits,
@@ -385,6 +400,11 @@ class VLLMDriver:
             msg = f"{name} is split over {len(found)} ranks and fused with others in each part; it is not put together"
             raise UsageError(msg)
         return decode_tensor(found[0]) if found else None
+
+    def tap_bytes(self) -> list[dict[str, int]]:
+        """Bytes that each rank's taps hold: ``rows``, ``tables``, ``index``; empty for an engine without taps."""
+        found: list[dict[str, int]] = internals.call_workers(self.llm, "tl_tap_bytes") if self._widths else []
+        return found
 
     def fires(self) -> list[dict[str, int]]:
         """Fires per hook, one dict per rank."""

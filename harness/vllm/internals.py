@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "abort_all",
     "activation_dtype",
+    "attention_rule",
     "base_worker_class",
     "call_workers",
     "compute_logits",
@@ -293,6 +294,25 @@ def logits_processor(model: Any) -> dict[str, Any] | None:
         }
     except AttributeError as error:
         raise _moved(f"LogitsProcessor as expected ({error})") from error
+
+
+def attention_rule(attention: Any) -> dict[str, Any]:
+    """What an ``Attention`` module makes scores by (``impl.{scale, sliding_window, logits_soft_cap}``).
+
+    Raises:
+        CaptureError: it adds biases of position or sinks to the scores, which are not rebuilt.
+    """
+    try:
+        impl = attention.impl
+        window, cap = attention.sliding_window, impl.logits_soft_cap
+        more = [name for name in ("alibi_slopes", "sinks") if getattr(impl, name, None) is not None]
+        scale = float(impl.scale)
+    except AttributeError as error:
+        raise _moved(f"Attention.impl as expected ({error})") from error
+    if more:
+        msg = f"attention adds {' and '.join(more)} to its scores: its patterns are not rebuilt"
+        raise CaptureError(msg)
+    return {"scale": scale, "window": window, "soft_cap": float(cap) if cap else None}
 
 
 def compute_logits(worker: Any, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -326,11 +326,14 @@ class TapSet:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the step buffers (``rows``) and of the edit tables (``tables``)."""
+        """Bytes of the step buffers (``rows``), edit tables and counters (``tables``), and row tables (``index``)."""
         taps = self.taps.values()
         return {
             "rows": sum(tap.rows.nbytes for tap in taps),
-            "tables": sum(tap.active.nbytes + tap.scale.nbytes + tap.bias.nbytes for tap in taps),
+            "tables": sum(
+                tap.fires.nbytes + tap.active.nbytes + tap.scale.nbytes + tap.bias.nbytes for tap in taps
+            ),
+            "index": self.destination.nbytes + self.program.nbytes,
         }
 
     def remove(self, *, traced: bool) -> None:

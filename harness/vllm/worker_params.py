@@ -1,4 +1,4 @@
-"""The part of a worker's RPC surface that hands out parameters and logits; it needs no tap."""
+"""The part of a worker's RPC surface that hands out parameters, numbers and logits; it needs no tap."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class ParameterExtension:
     def tl_get_logits_processor(self) -> dict[str, Any] | None:
         """Soft-cap and scale of this rank's logits processor; None where it has none (an earlier stage)."""
         return internals.logits_processor(internals.model_of(self))
+
+    def tl_get_attention(self, path: str) -> dict[str, Any] | None:
+        """Scale, window and soft-cap of the attention module at ``path``; None on ranks that do not hold it."""
+        module = internals.resolve_dot_path(internals.model_of(self), path)
+        return None if module is None else internals.attention_rule(module)
 
     def tl_compute_logits(self, rows: dict[str, Any]) -> dict[str, Any] | None:
         """The model's own logits of post-weight rows (n, width), encoded (n, d_vocab); None on ranks that get none."""

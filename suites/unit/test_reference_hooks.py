@@ -40,7 +40,7 @@ class TestHooks:
         with pytest.raises(UsageError, match=r"LlamaForCausalLM.*it has: OtherForCausalLM"):
             run_reference(model, [IDS], POINTS)
 
-    @pytest.mark.parametrize("asked", ["blocks.9.hook_out", "blocks.0.attn.hook_pattern", "embed"])
+    @pytest.mark.parametrize("asked", ["blocks.9.hook_out", "blocks.0.attn.hook_attn_scores", "embed"])
     def test_wrong_names(self, model: PreTrainedModel, asked: str) -> None:
         with pytest.raises(UsageError, match=asked):
             run_reference(model, [IDS], [asked])

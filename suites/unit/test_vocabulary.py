@@ -35,7 +35,7 @@ def test_patterns_do_not_cross_dots():
     [
         ("embed.hook_out", "not the string"),
         (["blocks.7.hook_out"], r"did you mean 'blocks\.\d\.hook_out'"),
-        (["blocks.0.attn.hook_pattern"], "known but cannot fire"),
+        (["unembed.hook_out"], "known but cannot fire"),
         ([3], "hook names are strings"),
     ],
 )

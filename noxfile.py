@@ -31,6 +31,8 @@ PYTHON = "3.11"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 #: CUDA builds that fail to import beside a CPU torch, and take transformers down with them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+#: Ray, and what it needs that the lock has not. Nothing else here needs it, and it is as large as the rest together.
+RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
 #: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
 TEST_ENV = {
@@ -48,6 +50,9 @@ ENVDIR = ROOT / ".nox" / f"cpu-{KEY}"
 POINTER = ENVDIR / "location"
 #: Inside the environment: written last, so an installation that was cut short has none.
 STAMP = "vllm-parity-stamp.json"
+
+#: Where measurements are kept, for `--benchmark-compare` between nights.
+BENCHMARKS = "file://./reports/benchmarks"
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -174,8 +179,8 @@ def _find_links() -> str:
     return ",".join(dict.fromkeys(places))
 
 
-def _run(session: nox.Session, *command: str, testing: bool = False) -> None:
-    """Run `python -m …` in the shared environment."""
+def _run(session: nox.Session, *command: str, testing: bool = False, also: str = "") -> None:
+    """Run `python -m …` in the shared environment; `also` is a folder whose modules it sees too."""
     location = _location()
     if location is None:
         session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
@@ -183,6 +188,8 @@ def _run(session: nox.Session, *command: str, testing: bool = False) -> None:
         "VIRTUAL_ENV": str(location),
         "PATH": os.pathsep.join([str(location / "bin"), os.environ.get("PATH", "")]),
     }
+    if also:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [also, os.environ.get("PYTHONPATH", "")]))
     if testing:
         environment |= {name: os.environ.get(name, value) for name, value in TEST_ENV.items()}
     session.run(_python(location), "-m", *command, env=environment)
@@ -191,7 +198,7 @@ def _run(session: nox.Session, *command: str, testing: bool = False) -> None:
 # --- what one runs -----------------------------------------------------------------------------------------
 
 
-def _pytest(session: nox.Session, defaults: list[str], *options: str) -> None:
+def _pytest(session: nox.Session, defaults: list[str], *options: str, also: str = "") -> None:
     """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`."""
     suites = ROOT / "suites"
     named = any(
@@ -200,7 +207,7 @@ def _pytest(session: nox.Session, defaults: list[str], *options: str) -> None:
         and (path == suites or suites in path.parents)
         for argument in session.posargs
     )
-    _run(session, "pytest", *([] if named else defaults), *options, *session.posargs, testing=True)
+    _run(session, "pytest", *([] if named else defaults), *options, *session.posargs, testing=True, also=also)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -215,6 +222,14 @@ def tests(session: nox.Session) -> None:
     _pytest(session, ["suites/"], "--profile", "smoke")
 
 
+@nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)
+def ray(session: nox.Session) -> None:
+    """Run the cases whose ranks are Ray workers. Ray lies in this session's own folder, beside the environment."""
+    session.install("--no-deps", *RAY)
+    here = Path(session.virtualenv.location, "lib", f"python{PYTHON}", "site-packages")
+    _pytest(session, [str(Path("suites", "test_ray.py"))], also=str(here))
+
+
 @nox.session(venv_backend="none", requires=["env"], default=False)
 def lint(session: nox.Session) -> None:
     """Check style, formatting and types; changes nothing."""
@@ -226,10 +241,16 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"], default=False)
 def bench(session: nox.Session) -> None:
     """Measure memory and throughput against the budgets. Arguments after -- go to pytest."""
-    suite = Path("suites", "test_budgets.py")
-    if not (ROOT / suite).is_file():
-        session.error(f"the budget suite {suite} is not there yet: nothing was measured")
-    _pytest(session, [str(suite)])
+    budgets = str(Path("suites", "test_budgets.py"))
+    _pytest(
+        session,
+        [budgets],
+        "-m",
+        "slow or not slow",
+        "--benchmark-autosave",
+        "--benchmark-storage",
+        BENCHMARKS,
+    )
 
 
 @nox.session(venv_backend="uv", reuse_venv=True, default=False)

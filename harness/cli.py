@@ -1,4 +1,4 @@
-"""The command ``vllm-parity``: which models there are, whether engines can boot here, and old runs' reports.
+"""The command ``vllm-parity``: which models there are, whether engines can boot and what they hold, old runs' reports.
 
 Comparisons themselves are pytest's: ``pytest suites/``. Nothing heavy is imported before a verb needs it.
 """
@@ -35,6 +35,8 @@ NOTHING_RAN = 5  #: as pytest says "no tests collected"
 _KNOWN_VLLM = ("0.30.", "0.31.", "0.32.")
 #: Imported by transformers and vLLM where they are installed: one built for another torch takes both down.
 _SIDE_PACKAGES = ("torchvision", "torchaudio")
+#: From here on `plan` advises to ask for less.
+_LARGE_CACHE = 1 << 30
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +87,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     families.add_argument("folder", metavar="RUN", help="folder of a run, reports/<time>-<profile>")
     families.set_defaults(run=_families)
+    _add_plan(verbs)
     return parser
+
+
+def _add_plan(verbs: Any) -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="say what taps will hold in an engine, before one boots",
+        description="Bytes per rank, from the model's config and the specs alone; nothing is loaded.",
+    )
+    plan.add_argument("model", metavar="MODEL", help="bundled name, checkpoint folder or Hugging Face id")
+    plan.add_argument("--dtype", help="of the engine; the checkpoint's own by default")
+    plan.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    plan.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    plan.add_argument(
+        "--hooks",
+        nargs="+",
+        metavar="PATTERN",
+        help="points to install, as hook_points of boot_vllm; 'every' for all of them",
+    )
+    plan.add_argument("--step", type=int, default=2048, help="tokens per step (max_num_batched_tokens)")
+    plan.add_argument("--max-model-len", type=int, help="longest request; the model's own limit by default")
+    plan.add_argument(
+        "--edits", type=int, default=16, help="programs of edits (max_edit_programs); 0 for none"
+    )
+    plan.set_defaults(run=_plan)
 
 
 # --- models
@@ -105,6 +132,68 @@ def _models(_: argparse.Namespace) -> int:
         print(f"{source.name:<15}  {tokenizer:<12}  {cached:<18}  {source.description}")
     print(f"cache: {cache_dir()}")
     return OK
+
+
+# --- plan
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from harness.budgets import plan_memory
+    from harness.geometry import Geometry
+    from harness.models import resolve
+    from harness.vllm.boot import check_boot, chosen_taps
+
+    path = str(resolve(arguments.model).fetch())
+    config, spec, dtype, length = check_boot(
+        path,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        tensor_parallel_size=arguments.tp,
+        pipeline_parallel_size=arguments.pp,
+    )
+    hooks = "every" if arguments.hooks == ["every"] else arguments.hooks
+    plan = plan_memory(
+        chosen_taps(spec, hooks, config),
+        Geometry.of(config),
+        itemsize=getattr(torch, dtype).itemsize,
+        max_num_batched_tokens=arguments.step,
+        max_model_len=length,
+        max_programs=arguments.edits,
+        tensor_parallel_size=arguments.tp,
+        pipeline_parallel_size=arguments.pp,
+    )
+    print(
+        f"{arguments.model} at {dtype}, {arguments.step} tokens per step, {arguments.edits} programs of edits"
+    )
+    for rank in plan.ranks:
+        parts = f"step buffers {_size(rank.rows)}, edit tables {_size(rank.tables)}, row tables {_size(rank.index)}"
+        print(f"pp{rank.stage}/tp{rank.tensor}: {rank.points} points hold {_size(rank.state)} ({parts})")
+        print(
+            f"  {_size(rank.transient)} more while a step runs, {_size(rank.per_token)} per captured token; "
+            f"keys and values of one request of {length} tokens {_size(rank.kv_cache)}"
+        )
+    if plan.largest.kv_cache > _LARGE_CACHE:
+        print(
+            f"a request of {length} tokens is long: max_model_len=2048 would need "
+            f"{_size(plan.largest.kv_cache * 2048 // length)} of KV cache"
+        )
+    if plan.largest.rows > _LARGE_CACHE:
+        print(
+            "step buffers grow with max_num_batched_tokens and with the points installed: lower one of them"
+        )
+    return OK
+
+
+def _size(n_bytes: int) -> str:
+    """Bytes as a person reads them, in powers of 1024."""
+    value, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 # --- doctor

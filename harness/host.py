@@ -100,6 +100,8 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
     if operation in ("raw_logits", "worker_logits"):
         logits = getattr(backend, operation)(**arguments)
         return {"count": len(logits)}, {str(i): tensor for i, tensor in enumerate(logits)}
+    if operation == "memory":
+        return {"memory": _memory(backend, **arguments)}, {}
     if operation == "layout":
         return {"layout": backend.layout()}, {}
     if operation == "get_param":
@@ -107,6 +109,17 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
         return {}, {} if found is None else {"param": found}
     msg = f"unknown operation {operation!r}"
     raise ValueError(msg)
+
+
+def _memory(backend: Any, *, reset: bool) -> dict[str, Any]:
+    """What this process holds, and the taps of each rank; an engine of one rank computes in this process."""
+    from harness.budgets.measure import measure_memory, reset_peak
+
+    taps = backend.tap_bytes() if hasattr(backend, "tap_bytes") else []
+    found = {**measure_memory(), "taps": taps}
+    if reset:
+        reset_peak()
+    return found
 
 
 def _describe(error: BaseException) -> dict[str, str]:

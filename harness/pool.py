@@ -111,6 +111,15 @@ class Engine:
         found: dict[str, Any] = header["layout"]
         return found
 
+    def memory(self, *, reset: bool = False) -> dict[str, Any]:
+        """Bytes the engine's process holds, and those of the taps of each rank.
+
+        See :func:`harness.budgets.measure.measure_memory`; ``reset`` lets the peak start anew afterwards.
+        """
+        header, _ = self.request("memory", self._step_timeout, reset=reset)
+        found: dict[str, Any] = header["memory"]
+        return found
+
     def get_param(self, name: str) -> torch.Tensor | None:
         """A parameter of the engine's model by its dot path, joined over ranks; None where no rank has it."""
         _, tensors = self.request("get_param", self._step_timeout, name=name)

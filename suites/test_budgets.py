@@ -1,0 +1,175 @@
+"""What taps cost: memory as predicted from specs, nothing that grows, and time as a ratio to plain vLLM in one run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.budgets import paired, plan_memory
+from harness.points import TEMPLATES
+from harness.prompts import of_length
+from harness.vllm.overlays import get_overlay
+from harness.vllm.spec import EDIT_PROGRAMS
+
+MIB = 2**20
+#: Most that the median ratio to plain vLLM may be, and beside what.
+PREFILL = {"compiled": 1.05, "eager": 1.10}
+IDLE = {"compiled": 1.03, "eager": 1.10}
+DECODE = {"compiled": 1.02, "eager": 1.10}
+ROUNDS = 15
+LONG = {"step": 512, "length": 640}
+
+everywhere = pytest.mark.parity(
+    models=("tiny-llama", "smollm2-135m"),
+    backends=("vllm",),
+    steps=(64,),
+    smoke={"models": ("tiny-llama",), "dtypes": ("bf16",), "modes": ("eager",)},
+)
+on_ranks = pytest.mark.parity(
+    models=("tiny-llama",),
+    backends=("vllm",),
+    topologies=("tp2", "tp2pp2"),
+    extra_topologies=("tp2", "tp2pp2"),
+    every_point=True,
+    steps=(64,),
+    smoke={"dtypes": ("fp32",), "modes": ("eager",), "topologies": ("tp2",)},
+)
+timed = pytest.mark.parity(
+    models=("smollm2-135m",),
+    backends=("vllm",),
+    dtypes=("fp32",),
+    steps=(64,),
+    smoke={"modes": ("compiled",)},
+)
+
+
+def promised(parity, step):
+    """The plan of an engine with this one's points."""
+    config, topology = parity.hf_config, parity.config.topology
+    taps = get_overlay(config.architectures[0]).taps(config, topology.tp, TEMPLATES)
+    if parity.config.options.get("hook_points") != "every":
+        taps = [tap for tap in taps if tap.name in set(parity.hook_points)]
+    return plan_memory(
+        taps,
+        parity.geometry,
+        itemsize=getattr(torch, parity.config.dtype).itemsize,
+        max_num_batched_tokens=step,
+        max_model_len=parity.config.max_model_len,
+        max_programs=parity.config.options.get("max_edit_programs", EDIT_PROGRAMS),
+        tensor_parallel_size=topology.tp,
+        pipeline_parallel_size=topology.pp,
+    )
+
+
+def judge_state(parity):
+    """Every rank's taps hold what was promised, within 5 %."""
+    plan, held = promised(parity, parity.step), parity.engine.memory()["taps"]
+    assert len(held) == len(plan.ranks)
+    for rank, (wanted, got) in enumerate(zip(plan.ranks, held, strict=True)):
+        for part in ("rows", "tables", "index"):
+            assert abs(got[part] - getattr(wanted, part)) <= 0.05 * getattr(wanted, part), (
+                f"rank {rank}: {part}"
+            )
+    parity.note(
+        "tap state", promised=[rank.state for rank in plan.ranks], held=[sum(one.values()) for one in held]
+    )
+
+
+@everywhere
+def test_taps_hold_what_was_promised(parity):
+    """Step buffers, edit tables and row tables are as large as the formula says from the specs alone."""
+    judge_state(parity)
+
+
+@on_ranks
+def test_every_rank_holds_its_share(parity):
+    """The same on each rank, with heads shared out and every point installed."""
+    judge_state(parity)
+
+
+@everywhere
+def test_points_left_out_cost_nothing(parity):
+    """An engine booted for one point holds that one's buffers."""
+    hook = f"blocks.{parity.n_layers - 1}.hook_out"
+    with parity.variant(hook_points=[hook], max_edit_programs=0) as one:
+        (held,) = one.engine.memory()["taps"]
+        (wanted,) = promised(one, one.step).ranks
+    assert wanted.points == 1
+    assert held["rows"] == wanted.rows
+    assert held["tables"] == wanted.tables
+
+
+@everywhere
+def test_nothing_grows(parity):
+    """Over 200 calls with captures and edits the engine's process grows by less than what one call captures."""
+    prompts = [of_length(parity, n, seed=n) for n in (50, 14)]
+    hook = f"blocks.{parity.n_layers // 2}.hook_out"
+
+    def call(number):
+        specs = {hook: {"op": "scale", "factor": 1.5, "pos": number % 14}} if number % 2 else None
+        parity.forward(prompts, intervene=specs)
+
+    for number in range(20):  # allocators and kernels settle
+        call(number)
+    before = parity.engine.memory()["resident"]
+    for number in range(200):
+        call(number)
+    grown = parity.engine.memory()["resident"] - before
+    one_call = 64 * promised(parity, parity.step).largest.per_token
+    parity.note("growth over 200 calls", bytes=grown, captured_per_call=one_call)
+    assert grown <= max(one_call, 4 * MIB), (
+        f"{grown / MIB:.1f} MiB in 200 calls; one captures {one_call / MIB:.1f} MiB"
+    )
+
+
+def seconds(engine, prompts, **options):
+    """Of one call, as the engine's own process measured them."""
+    return float(engine.forward(prompts, return_logits=False, **options).stats["seconds"])
+
+
+def judge(parity, benchmark, title, found, target):
+    """Record a ratio with its spread, and fail where its median is over the target."""
+    benchmark.extra_info.update(ratio=found.ratio, quartiles=found.quartiles, target=target)
+    parity.note(title, ratio=found.ratio, quartiles=found.quartiles, rounds=len(found.base), target=target)
+    assert found.ratio <= target, f"{title}: {found} of plain vLLM's time, at most {target} was promised"
+
+
+@pytest.mark.slow
+@timed
+def test_time_of_taps(parity, benchmark):
+    """Prefill with every usual point captured, prefill with taps idle, decode: each against plain vLLM, in turn."""
+    mode = parity.config.mode
+    prompt, short = [of_length(parity, 511)], [of_length(parity, 8)]
+    with parity.spare_engine(instrument=False, **LONG) as plain, parity.spare_engine(**LONG) as tapped:
+        plan = promised(parity, LONG["step"]).largest
+        found = {}
+
+        def measure():
+            found["prefill"] = paired(
+                lambda: seconds(plain, prompt),
+                lambda: seconds(tapped, prompt, capture=parity.hook_points),
+                rounds=ROUNDS,
+            )
+            found["idle"] = paired(
+                lambda: seconds(plain, prompt), lambda: seconds(tapped, prompt), rounds=ROUNDS
+            )
+            found["decode"] = paired(
+                lambda: seconds(plain, short, max_new_tokens=64),
+                lambda: seconds(tapped, short, max_new_tokens=64, capture=parity.hook_points),
+                rounds=ROUNDS,
+            )
+
+        benchmark.pedantic(measure, rounds=1)
+        peaks = {}
+        for name, engine, capture in (("plain", plain, []), ("tapped", tapped, parity.hook_points)):
+            start = engine.memory(reset=True)["resident"]
+            seconds(engine, prompt, capture=capture)
+            peaks[name] = engine.memory()["peak"] - start
+    over = peaks["tapped"] - peaks["plain"]
+    parity.note("peak of a forward", **peaks, capture_state=plan.state)
+    assert over <= 1.5 * plan.state, (
+        f"{over / MIB:.1f} MiB over plain; the state is {plan.state / MIB:.1f} MiB"
+    )
+    judge(parity, benchmark, "prefill of 511 tokens, captured", found["prefill"], PREFILL[mode])
+    judge(parity, benchmark, "prefill of 511 tokens, taps idle", found["idle"], IDLE[mode])
+    judge(parity, benchmark, "decode of 64 tokens, captured", found["decode"], DECODE[mode])

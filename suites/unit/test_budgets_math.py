@@ -1,0 +1,137 @@
+"""What taps are said to cost, against what they hold, and ratios of times that are given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from harness.budgets import Paired, paired, plan_memory
+from harness.budgets.measure import measure_memory, reset_peak
+from harness.budgets.memory import stage_of_blocks
+from harness.cli import main
+from harness.conventions import Emission
+from harness.geometry import Geometry
+from harness.models.tiny import TINY_LLAMA
+from harness.points import TEMPLATES
+from harness.vllm.overlays import get_overlay
+from harness.vllm.taps import install_taps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG = TINY_LLAMA.config()
+TAPS = get_overlay("LlamaForCausalLM").taps(CONFIG, 1, TEMPLATES)
+
+
+class Takes(nn.Module):
+    def forward(self, hidden_states, residual=None, query=None, key=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("programs", [0, 5])
+def test_taps_hold_what_is_planned(place: tuple[int, int], dtype: torch.dtype, programs: int) -> None:
+    rank, ranks = place
+    taps = install_taps(
+        [(tap, Takes(), Emission()) for tap in TAPS],
+        max_tokens=24,
+        max_programs=programs,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        place=place,
+    )
+    plan = plan_memory(
+        TAPS,
+        Geometry.of(CONFIG),
+        itemsize=dtype.itemsize,
+        max_num_batched_tokens=24,
+        max_model_len=100,
+        max_programs=programs,
+        tensor_parallel_size=ranks,
+    ).ranks[rank]
+    assert taps.nbytes == {"rows": plan.rows, "tables": plan.tables, "index": plan.index}
+    assert sum(taps.nbytes.values()) == plan.state
+    assert plan.per_token == sum(tap.rows[0].nbytes for tap in taps.taps.values())
+    assert plan.kv_cache == 2 * 4 * (2 // ranks) * 32 * dtype.itemsize * 100
+
+
+def test_stages_share_the_points() -> None:
+    plan = plan_memory(
+        TAPS,
+        Geometry.of(CONFIG),
+        itemsize=4,
+        max_num_batched_tokens=8,
+        max_model_len=8,
+        max_programs=0,
+        pipeline_parallel_size=2,
+    )
+    assert [rank.points for rank in plan.ranks] == [1 + 2 * 12, 2 * 12 + 1]
+    assert plan.largest in plan.ranks
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (30, 4), (7, 3), (8, 8), (11, 4)])
+def test_blocks_lie_where_vllm_puts_them(layers: int, stages: int) -> None:
+    utils = pytest.importorskip("vllm.distributed.utils")
+    cut = [utils.get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    assert stage_of_blocks(layers, stages) == [
+        s for s, (begin, end) in enumerate(cut) for _ in range(begin, end)
+    ]
+
+
+def test_pairs_take_turns() -> None:
+    order = []
+
+    def way(name: str, seconds: float):
+        def run() -> float:
+            order.append(name)
+            return seconds
+
+        return run
+
+    found = paired(way("a", 2.0), way("b", 3.0), rounds=4, warm_up=1)
+    assert found == Paired((2.0,) * 4, (3.0,) * 4)
+    assert found.ratio == 1.5
+    assert found.quartiles == (1.5, 1.5)
+    assert "".join(order) == "baabbaabba"
+    assert str(found) == "1.500 (1.500 to 1.500, 4 rounds)"
+
+
+def test_one_slow_round_does_not_decide() -> None:
+    assert Paired((1.0, 1.0, 1.0, 1.0, 5.0), (1.1, 1.1, 9.0, 1.1, 5.5)).ratio == pytest.approx(1.1)
+
+
+def test_the_peak_is_seen_and_forgotten() -> None:
+    reset_peak()
+    before = measure_memory()
+    block = torch.ones(32 << 20)
+    del block
+    after = measure_memory()
+    assert after["peak"] - before["peak"] > 100 << 20
+    reset_peak()
+    assert measure_memory()["peak"] < after["peak"] - (50 << 20)
+
+
+def test_plan_says_it_before_anything_boots(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tiny_folder), "--step", "24", "--edits", "5", "--hooks", "every"]) == 0
+    text = capsys.readouterr().out
+    assert "pp0/tp0: 50 points hold" in text
+    assert "keys and values of one request of 512 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--hooks", "blocks.*.nope"], "matches none of the 50 points"),
+        (["--tp", "3"], "does not divide the 2 attention heads"),
+        (["--dtype", "int7"], "is not known"),
+    ],
+)
+def test_what_cannot_be_planned(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(["plan", str(tiny_folder), *more]) == 2
+    assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ from harness.points import TEMPLATES
 from harness.prompts import of_length
 from harness.vllm.overlays import get_overlay
 from harness.vllm.spec import EDIT_PROGRAMS
+from suites.trial import expect_red
 
 MIB = 2**20
 #: Most that the median ratio to plain vLLM may be, and beside what.
@@ -99,9 +100,8 @@ def test_points_left_out_cost_nothing(parity):
     assert held["tables"] == wanted.tables
 
 
-@everywhere
-def test_nothing_grows(parity):
-    """Over 200 calls with captures and edits the engine's process grows by less than what one call captures."""
+def judge_growth(parity):
+    """Over 200 calls the engine's process grows by less than what one of them captures."""
     prompts = [of_length(parity, n, seed=n) for n in (50, 14)]
     hook = f"blocks.{parity.n_layers // 2}.hook_out"
 
@@ -122,14 +122,33 @@ def test_nothing_grows(parity):
     )
 
 
+@everywhere
+def test_nothing_grows(parity):
+    """Captures and edits, 200 times over: what a call held is let go."""
+    judge_growth(parity)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "says"),
+    [("Hungry", judge_state, r"rank 0: rows"), ("Leaky", judge_growth, r"MiB in 200 calls")],
+)
+@pytest.mark.parity(
+    models=("tiny-llama",), backends=("vllm",), dtypes=("fp32",), modes=("eager",), steps=(64,)
+)
+def test_a_hungry_engine_is_caught(parity, fault, check, says):
+    """Buffers that are too long, and captures that are never let go, turn the budget red."""
+    expect_red(parity, f"budgets.{fault}", check, says, errors=(AssertionError,))
+
+
 def seconds(engine, prompts, **options):
-    """Of one call, as the engine's own process measured them."""
-    return float(engine.forward(prompts, return_logits=False, **options).stats["seconds"])
+    """What the engine took to run the prompts, as its own process measured it; reading captures back comes after."""
+    return float(engine.forward(prompts, return_logits=False, **options).stats["generate_seconds"])
 
 
 def judge(parity, benchmark, title, found, target):
     """Record a ratio with its spread, and fail where its median is over the target."""
-    benchmark.extra_info.update(ratio=found.ratio, quartiles=found.quartiles, target=target)
+    if benchmark is not None:
+        benchmark.extra_info[title] = {"ratio": found.ratio, "quartiles": found.quartiles, "target": target}
     parity.note(title, ratio=found.ratio, quartiles=found.quartiles, rounds=len(found.base), target=target)
     assert found.ratio <= target, f"{title}: {found} of plain vLLM's time, at most {target} was promised"
 
@@ -138,9 +157,27 @@ def judge(parity, benchmark, title, found, target):
 @timed
 def test_time_of_taps(parity, benchmark):
     """Prefill with every usual point captured, prefill with taps idle, decode: each against plain vLLM, in turn."""
+    judge_time(parity, benchmark)
+
+
+@pytest.mark.slow
+@pytest.mark.parity(
+    models=("smollm2-135m",), backends=("vllm",), dtypes=("fp32",), modes=("eager",), steps=(64,)
+)
+def test_a_slow_engine_is_caught(parity):
+    """A worker that copies every value thirty times turns the budget red."""
+    with pytest.raises(AssertionError, match=r"prefill of 511 tokens, captured: .* of plain vLLM's time"):
+        judge_time(parity, None, worker_cls="harness.faults.budgets.Slow")
+
+
+def judge_time(parity, benchmark, **options):
+    """Two engines side by side, one of them plain."""
     mode = parity.config.mode
     prompt, short = [of_length(parity, 511)], [of_length(parity, 8)]
-    with parity.spare_engine(instrument=False, **LONG) as plain, parity.spare_engine(**LONG) as tapped:
+    with (
+        parity.spare_engine(instrument=False, **LONG) as plain,
+        parity.spare_engine(**LONG, **options) as tapped,
+    ):
         plan = promised(parity, LONG["step"]).largest
         found = {}
 
@@ -159,7 +196,10 @@ def test_time_of_taps(parity, benchmark):
                 rounds=ROUNDS,
             )
 
-        benchmark.pedantic(measure, rounds=1)
+        if benchmark is None:
+            measure()
+        else:
+            benchmark.pedantic(measure, rounds=1)
         peaks = {}
         for name, engine, capture in (("plain", plain, []), ("tapped", tapped, parity.hook_points)):
             start = engine.memory(reset=True)["resident"]

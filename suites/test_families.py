@@ -39,7 +39,8 @@ def test_captures(parity):
 @pytest.mark.parametrize("rotation", [0, 3])
 def test_edits(parity, rotation):
     """Edits at every kind of point, as canonical values, do downstream what they do in the reference."""
-    test_interventions.test_every_op_at_every_hook(parity, rotation)
+    # Below fp32 a small edit may drown in noise, experts' above all; at fp32 each one must show.
+    test_interventions.rotate(parity, rotation, must_bite=parity.config.dtype == "float32")
 
 
 @every_family

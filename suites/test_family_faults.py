@@ -16,13 +16,13 @@ FAULTS = {
         "PlusOneMissing": ({}, r"ln_final\.hook_normalized is the first "),
         "EmbeddingUnscaled": ({}, r"embed\.hook_out is the first .*√width is missing"),
     },
-    "tiny-cohere": {"PlainAsFused": ({}, r"blocks\.0\.hook_out is the first .*embed\.hook_out")},
+    "tiny-cohere": {"PlainAsFused": ({}, r"blocks\.0\.hook_out is the first .*holds embed\.hook_out twice")},
     "tiny-gptneox": {"ParallelAsSequential": ({}, r"blocks\.1\.mlp\.hook_out is the first ")},
     "tiny-olmo2": {"PostNormIgnored": ({}, r"blocks\.1\.mlp\.hook_out is the first ")},
     "tiny-mistral": {
         "WindowForgotten": (
             {"hook_points": HEADS},
-            r"blocks\.0\.attn\.hook_pattern is the first .*from position 24 on",
+            r"blocks\.0\.attn\.hook_pattern is the first .*rows from 24 on",
         )
     },
     "tiny-llama": {

@@ -23,6 +23,7 @@ tied = pytest.mark.parity(
     backends=("vllm",),
     topologies=("pp2",),
     extra_topologies=("pp2",),
+    steps=(64,),
     smoke={"dtypes": ("fp32",), "modes": ("eager",)},
 )
 
@@ -129,10 +130,26 @@ def test_a_tied_embedding_is_served_once(parity):
 
 
 @pytest.mark.parity(
+    models=("smollm2-135m",),
+    backends=("vllm",),
+    topologies=("tp3", "pp2"),  # nine heads on three key-value heads
+    extra_topologies=("tp3", "pp2"),
+    steps=(64,),
+    smoke={"dtypes": ("fp32",), "modes": ("eager",), "topologies": ("pp2",)},
+)
+def test_a_trained_model_on_ranks(parity):
+    """Massive activations, thirty blocks, a tied unembedding: what holds on one rank holds on several."""
+    test_activations.test_ragged_batch(parity)
+    test_interventions.test_edits_on_real_text(parity)
+    test_logits.test_every_position(parity)
+
+
+@pytest.mark.parity(
     models=("tiny-llama",),
     backends=("vllm",),
     topologies=("tp2",),
     extra_topologies=("tp2",),
+    steps=(64,),
     smoke={"dtypes": ("fp32",), "modes": ("eager",)},
 )
 def test_through_the_other_rpc_path(parity):

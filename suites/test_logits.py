@@ -72,6 +72,15 @@ def test_the_unembedding_is_the_checkpoint_s(parity):
     parity.bit_equal([found], [want], label="unembedding", what="W_U against the checkpoint's")
 
 
+@pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), steps=(64,), smoke={"dtypes": ("fp32",)})
+def test_a_weight_that_is_gone_is_refused(parity):
+    """On CPU vLLM packs linear layers' weights and drops the originals: an error that says so, not an empty tensor."""
+    if parity.engine.describe["platform"] != "cpu":
+        parity.not_applicable("vLLM keeps plain weights on this platform")
+    with pytest.raises(UsageError, match=r"down_proj\.weight is empty: vLLM has packed it"):
+        parity.engine.get_param("model.layers.0.mlp.down_proj.weight")
+
+
 @every_family
 def test_logits_of_an_edited_call(parity):
     """Edits at the first and at the last hook show in every logit as they do in the reference's."""

@@ -7,6 +7,7 @@ import torch
 
 from harness.points import MLP_IN, MLP_OUT
 from harness.prompts import of_length
+from harness.reference.weights import read_tensor
 from harness.vllm.overlays import get_overlay
 
 MIXTURES = ("tiny-mixtral", "tiny-qwen3moe")
@@ -39,6 +40,7 @@ def test_experts(parity):
     """Tokens go to the same experts; where not, by a margin within noise. Then the MLP's outputs are judged."""
     k = parity.hf_config.num_experts_per_tok
     path = get_overlay(parity.hf_config.architectures[0]).mlp
+    dtype = getattr(torch, parity.config.dtype)
     prompts = [of_length(parity, n, seed=n) for n in (70, 33, 12)]
     with parity.variant(hook_points=[MLP_IN.replace("{i}", "*"), MLP_OUT.replace("{i}", "*")]) as wide:
         result = wide.forward(prompts)
@@ -46,8 +48,7 @@ def test_experts(parity):
         rows = agree = 0
         worst = 0.0
         for block in range(parity.n_layers):
-            gate = wide.engine.get_param(f"{path.format(i=block)}.gate.weight")
-            assert gate is not None, "the engine holds no gate"
+            gate = read_tensor(parity.config.path, f"{path.format(i=block)}.gate.weight").to(dtype)
             hook = MLP_IN.format(i=block)
             engine = router_logits(torch.cat(result.rows_by_hook()[hook]), gate)
             truth = router_logits(torch.cat(pair.truth.captured[hook]), gate)

@@ -122,10 +122,15 @@ class KvHeadMisreplicated(_OtherModel):
     """The second rank's copy of the one key-value head has its channels in another order."""
 
     def changed(self, model: Any) -> None:
-        """Roll the rows of its keys' projection in the second block."""
+        """Roll the keys of the second block as they leave their projection, whose weight is packed by now."""
         if internals.place_of(self)[1] != 1:
             return
         attention = model.model.layers[1].self_attn
-        weight = attention.qkv_proj.weight.data
         keys = slice(attention.q_size, attention.q_size + attention.kv_size)
-        weight[keys] = weight[keys].roll(1, dims=0)
+
+        def roll(_module: Any, _args: Any, output: Any) -> Any:
+            rows = output[0].clone()
+            rows[:, keys] = rows[:, keys].roll(1, dims=1)
+            return (rows, *output[1:])
+
+        attention.qkv_proj.register_forward_hook(roll, prepend=True)

@@ -58,7 +58,8 @@ _SIZES = {
     "GPT2": _GPT2_SIZES,
     "GPTNeoX": _NO_HEAD_SIZES,
     "OPT": {**_NO_HEAD_SIZES, "intermediate_size": "ffn_dim"},
-    "Falcon": {**_NO_HEAD_SIZES, "intermediate_size": "ffn_hidden_size"},
+    # Its MLP is four times as wide as the stream in vLLM, whatever `ffn_hidden_size` says.
+    "Falcon": {name: name for name in _NO_HEAD_SIZES if name != "intermediate_size"},
     "Phi": {**_NO_HEAD_SIZES, "num_key_value_heads": "num_key_value_heads"},
     "StableLm": {**_NO_HEAD_SIZES, "num_key_value_heads": "num_key_value_heads"},
 }

@@ -94,7 +94,8 @@ def sums(scene: Scene) -> Iterator[Match]:
     i, part = block
     attn, mlp = scene.at(f"blocks.{i}.attn.hook_out"), scene.at(f"blocks.{i}.mlp.hook_out")
     out = scene.at(f"blocks.{i}.hook_out")
-    before = scene.at(f"blocks.{i - 1}.hook_out" if i else "embed.hook_out")
+    entering = f"blocks.{i - 1}.hook_out" if i else "embed.hook_out"
+    before = scene.at(entering)
     trials: list[tuple[str, torch.Tensor | None]] = []
     if part == "hook_out" and out is not None:
         if mlp is not None:
@@ -110,6 +111,11 @@ def sums(scene: Scene) -> Iterator[Match]:
             trials += [
                 (f"lacks blocks.{i}.attn.hook_out in its sum", out - attn),
                 (f"holds blocks.{i}.attn.hook_out twice", out + attn),
+            ]
+        if before is not None:
+            trials += [
+                (f"lacks {entering} in its sum", out - before),
+                (f"holds {entering} twice", out + before),
             ]
     elif part == "attn.hook_out" and attn is not None and before is not None:
         trials.append(("equals attention's delta plus the residual stream before it", attn + before))

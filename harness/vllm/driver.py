@@ -146,7 +146,9 @@ class VLLMDriver:
         sampling = {"logprobs": self._logits.fallback()} if return_logits and not rebuild else {}
         started = time.perf_counter()
         with self._edited(dict(zip(keys, call.edits, strict=True))), self._armed(armed):
+            sent = time.perf_counter()
             outputs = self._generate(call.prompts, keys, max_new_tokens, stop_token_ids, **sampling)
+            generating = time.perf_counter() - sent
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
             captured = self._collect(needed, keys, lengths, edited=any(call.edits)) if needed else {}
@@ -172,7 +174,11 @@ class VLLMDriver:
             new_tokens,
             logits=logits,
             raw_output=outputs,
-            stats={"seconds": time.perf_counter() - started, **steps},
+            stats={
+                "seconds": time.perf_counter() - started,
+                "generate_seconds": generating,
+                **steps,
+            },
             starts=call.starts,
             prompts=call.prompts,
         )
@@ -386,7 +392,8 @@ class VLLMDriver:
         Vocabulary shards are joined and their padding rows cut.
 
         Raises:
-            UsageError: a linear layer's weight that tensor parallelism has split, or a closed engine.
+            UsageError: a linear layer's weight that tensor parallelism has split or that vLLM has packed away (on CPU
+                it packs them all), or a closed engine.
             CaptureError: the ranks' shards do not make up the vocabulary.
         """
         self._alive()
@@ -396,6 +403,9 @@ class VLLMDriver:
         shards = [(int(one["start"]), decode_tensor(one)) for one in found if "start" in one]
         if shards:
             return assemble_vocabulary(shards, self._vocab_size)
+        if any(0 in one["shape"] for one in found):
+            msg = f"{name} is empty: vLLM has packed it for this device's kernels and dropped it; read the checkpoint's"
+            raise UsageError(msg)
         if any(one.get("split") for one in found):
             msg = f"{name} is split over {len(found)} ranks and fused with others in each part; it is not put together"
             raise UsageError(msg)

@@ -24,6 +24,7 @@ __all__ = [
     "attention_rule",
     "base_worker_class",
     "call_workers",
+    "called_directly",
     "compute_logits",
     "extract_hf_config",
     "finished_requests",
@@ -261,6 +262,17 @@ def model_of(worker: Any) -> nn.Module:
     """The model a worker has loaded (``model_runner.get_model()``)."""
     model: nn.Module = worker.model_runner.get_model()
     return model
+
+
+def called_directly(model: Any) -> list[nn.Module]:
+    """Modules whose ``forward`` vLLM calls itself, past their hooks: attention in models of the transformers backend.
+
+    Relies on that backend's package and on ``Attention.impl``.
+    """
+    backend = "vllm.model_executor.models.transformers"
+    if not any(cls.__module__.startswith(backend) for cls in type(model).__mro__):
+        return []
+    return [module for module in model.modules() if hasattr(module, "impl")]
 
 
 def vocabulary_rows(module: Any) -> tuple[int, int] | None:

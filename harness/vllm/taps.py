@@ -8,6 +8,7 @@ the host, before and after each step.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -193,6 +194,30 @@ def _before(site: Site, hook: Hook) -> Callable[..., Any]:
         return _replaced(site.argument, args, kwargs, made if other is None else made[0])
 
     return run
+
+
+class _Around:
+    """The same around a module whose ``forward`` is called directly, past any hook; a handle like those of hooks."""
+
+    def __init__(self, module: nn.Module, site: Site, hook: Hook) -> None:
+        self._module = module
+        inner: Any = module.forward
+        before = None if site.argument is None else _before(site, hook)
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                args, kwargs = before(module, args, kwargs) or (args, kwargs)
+                return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+            changed = hook(site, module, output)
+            return output if changed is None else changed
+
+        vars(module)["forward"] = forward
+
+    def remove(self) -> None:
+        """Let the class's own ``forward`` be called; all of a module's taps go at once."""
+        vars(self._module).pop("forward", None)
 
 
 def _argument(which: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,6 +407,7 @@ def install_taps(
     dtype: torch.dtype,
     device: torch.device,
     place: tuple[int, int] = (0, 1),
+    direct: Sequence[nn.Module] = (),
     hook: Hook = tap_hook,
 ) -> TapSet:
     """Install a tap on each module that this rank holds; the others are listed in ``absent``.
@@ -393,6 +419,7 @@ def install_taps(
         dtype: the model's activation dtype.
         device: where the model lives.
         place: this rank in its tensor-parallel group, and how many there are.
+        direct: modules whose ``forward`` the model calls itself, so that hooks on them stay silent.
         hook: what is done with the value.
 
     Raises:
@@ -418,11 +445,13 @@ def install_taps(
         for name, buffer in ((_DESTINATION, taps.destination), (_PROGRAM, taps.program)):
             module.register_buffer(name, buffer, persistent=False)
         module._tap_switch = taps.switch  # type: ignore[assignment]
-        handle = (
-            module.register_forward_hook(_after(site, hook))
-            if site.argument is None
-            else module.register_forward_pre_hook(_before(site, hook), with_kwargs=True)
-        )
+        handle: Any
+        if any(module is one for one in direct):
+            handle = _Around(module, site, hook)
+        elif site.argument is None:
+            handle = module.register_forward_hook(_after(site, hook))
+        else:
+            handle = module.register_forward_pre_hook(_before(site, hook), with_kwargs=True)
         taps.taps[spec.name] = Tap(spec, site, module, share, emission=emission, handle=handle, **own)
     return taps
 

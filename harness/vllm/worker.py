@@ -62,6 +62,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
             dtype=internals.activation_dtype(self),
             device=self.device,
             place=(internals.place_of(self)[1], internals.ranks_per_stage()),
+            direct=internals.called_directly(model),
             # Without room for edits there is none of their arithmetic in the graph either.
             hook=type(self).tap_hook if spec.max_programs else capture_hook,
         )

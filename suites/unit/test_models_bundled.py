@@ -50,7 +50,7 @@ WEIGHTS = {
     "tiny-olmo2": (1, "8e2fa616673701f5556abaf68bf4e8555055c9ae472208ba9eafa06a0ce6c424"),
     "tiny-cohere": (1, "f14a723cb1b9f4bb0b6ad5bc95db3cabd41ccce0c292250578f4b1734c4ff787"),
     "tiny-stablelm": (1, "021348f941915f47f52a5bf1f3ba329741d35ebfd5d164d1f2e4b42020a359c6"),
-    "tiny-falcon": (1, "d6f71aa1cc8fca0b7fd3e8aade244bcbc760a2f9e643824fcbf42ee01d15fe4d"),
+    "tiny-falcon": (1, "a77ac614cfeaced9ecb4a1fd9889a2b0f1212b12b8563e0dc3565cb99083c409"),
     "tiny-starcoder2": (1, "04cd5aeb940ee5eba0870e61b9d81b2e9a9efcd9497d498421c3b64418785f51"),
     "tiny-mixtral": (1, "7d8d2485b41b58f9020cb359ded0e6004b08bcd9374d5880a5b6fb60592805b0"),
     "tiny-qwen3moe": (1, "46fae50a5b7f919e41313bca5613e9256da1a073df80d335a0328b67ac6cf3f6"),

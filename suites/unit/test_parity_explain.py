@@ -74,6 +74,16 @@ def test_attention_missing(c):
 
 
 @pytest.mark.parametrize(
+    ("sign", "text"), [(-1, "lacks blocks.1.hook_out in its sum"), (1, "holds blocks.1.hook_out twice")]
+)
+def test_what_came_in_is_missing_or_there_twice(c, sign, text):
+    before = [t.double() for t in c.engine["blocks.1.hook_out"]]
+    engine = [t.double() for t in c.engine[BLOCK]]
+    put(c, BLOCK, lambda q: engine[q] + sign * before[q])
+    assert diverge(c).explanation == text
+
+
+@pytest.mark.parametrize(
     ("factor", "text"), [(1, "holds blocks.2.mlp.hook_out twice"), (-2, "residual half twice")]
 )
 def test_counted_twice(c, factor, text):

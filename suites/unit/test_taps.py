@@ -255,6 +255,39 @@ def test_a_rank_edits_its_own_numbers() -> None:
     assert torch.equal(run(module, taps, rows, program=1)[0][:, :8], torch.arange(8.0, 16.0).expand(2, 8))
 
 
+def test_a_module_whose_forward_is_called_directly_is_read_and_edited_too() -> None:
+    module = Projects()
+    specs = [
+        TapSpec("blocks.0.attn.hook_rot_q", "attn", 8, argument="hidden_states"),
+        TapSpec("blocks.0.attn.hook_z", "attn", 8),
+    ]
+    taps = install_taps(
+        [(spec, module, Emission()) for spec in specs],
+        max_tokens=MAX,
+        max_programs=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        direct=[module],
+    )
+    rows = torch.randn(3, 8, generator=torch.manual_seed(9))
+    taps.open_step(3)
+    module.forward(rows)
+    taps.close_step()
+    given, made = (tap.rows[:3].clone() for tap in taps.taps.values())
+    assert torch.equal(given, rows)
+    assert torch.equal(made, rows * 2)
+    taps.load(Plan(((Edit(specs[0].name, "scale", 3.0, torch.zeros(()), None),),), ()))
+    taps.open_step(3)
+    taps.edit_step([(1, 2, 1)])
+    out = module.forward(rows)[0]
+    taps.close_step()
+    assert torch.equal(out[1], rows[1] * 6)
+    assert torch.equal(out[[0, 2]], rows[[0, 2]] * 2)
+    assert taps.fires() == {spec.name: 2 for spec in specs}
+    taps.remove(traced=False)
+    assert "forward" not in vars(module)
+
+
 def test_two_taps_at_one_place_are_refused() -> None:
     with pytest.raises(
         EngineError, match=r"has a tap already \(blocks\.0\.attn\.hook_q\), at the same place"

@@ -21,9 +21,9 @@ on_ray = pytest.mark.parity(
 def test_ranks_as_ray_workers(parity):
     """Captures, edits, logits and layout through Ray's workers; none of its processes is left."""
     parity.needs("ray", "no Ray here to run the ranks on; `nox -s ray` installs it and runs this")
-    before = set(psutil.pids())
     with parity.variant(distributed_executor_backend="ray") as on_ray_workers:
-        family = [psutil.Process(pid) for pid in set(psutil.pids()) - before]
+        engine = psutil.Process(on_ray_workers.engine.pid)
+        family = [engine, *engine.children(recursive=True)]
         actors = [p for p in family if "RayWorkerProc" in " ".join(p.cmdline())]
         assert len(actors) >= 2, f"two ranks were to be Ray workers: {[p.name() for p in family]}"
         test_activations.test_ragged_batch(on_ray_workers)

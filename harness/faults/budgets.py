@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.vllm import taps
+from harness.vllm import sites
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
     from torch import nn
 
     from harness.vllm.spec import HarnessSpec
+    from harness.vllm.taps import TapSet
 
 __all__ = ["Hungry", "Leaky", "Slow"]
 
@@ -20,7 +21,7 @@ __all__ = ["Hungry", "Leaky", "Slow"]
 class Hungry(CaptureWorker):
     """Step buffers are twice as long as a step can be."""
 
-    def install(self, spec: HarnessSpec) -> taps.TapSet:
+    def install(self, spec: HarnessSpec) -> TapSet:
         """Install, then lengthen each buffer."""
         installed = super().install(spec)
         for tap in installed.taps.values():
@@ -45,9 +46,9 @@ class Slow(CaptureWorker):
     """Each value is copied thirty times over."""
 
     @staticmethod
-    def tap_hook(site: taps.Site, module: nn.Module, value: Any) -> Any:
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Keep it again and again, then as it should be."""
-        _, rows = taps.whole_rows(site, value)
+        _, rows = sites.whole_rows(site, value)
         for _ in range(30):
-            taps.keep(site, module, rows)
-        return taps.tap_hook(site, module, value)
+            sites.keep(site, module, rows)
+        return sites.tap_hook(site, module, value)

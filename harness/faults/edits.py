@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness.points import FINAL_NORM
-from harness.vllm import taps
+from harness.vllm import sites
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
@@ -86,22 +86,22 @@ class EditOutsideCapture(CaptureWorker):
     """The capture holds the value from before the edit."""
 
     @staticmethod
-    def tap_hook(site: taps.Site, module: nn.Module, value: Any) -> Any:
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Keep first, edit afterwards."""
-        pair, rows = taps.whole_rows(site, value)
-        taps.keep(site, module, rows)
-        rows, changed = taps.edit(site, module, rows)
-        return taps.emit(site, value, rows, changed, pair=pair)
+        pair, rows = sites.whole_rows(site, value)
+        sites.keep(site, module, rows)
+        rows, changed = sites.edit(site, module, rows)
+        return sites.emit(site, value, rows, changed, pair=pair)
 
 
 class EditNotHandedOn(CaptureWorker):
     """The edited value is captured and not given back: a hook that changes a copy (vllm-lens 12's family)."""
 
     @staticmethod
-    def tap_hook(site: taps.Site, module: nn.Module, value: Any) -> Any:
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Edit and keep, and let the module's own output go on."""
-        _, rows = taps.whole_rows(site, value)
-        taps.keep(site, module, taps.edit(site, module, rows)[0])
+        _, rows = sites.whole_rows(site, value)
+        sites.keep(site, module, sites.edit(site, module, rows)[0])
 
 
 class EditNotReset(CaptureWorker):
@@ -145,13 +145,13 @@ class EditOfDeltaOnly(CaptureWorker):
     """An edit of the residual stream is applied to the layer's delta, and the residual is added to it (nnsight 337)."""
 
     @staticmethod
-    def tap_hook(site: taps.Site, module: nn.Module, value: Any) -> Any:
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Edit the first half of a fused pair."""
-        pair, _ = taps.whole_rows(site, value)
+        pair, _ = sites.whole_rows(site, value)
         if not pair:
-            return taps.tap_hook(site, module, value)
-        delta, _ = taps.edit(site, module, taps.emitted_rows(value[0]))
-        taps.keep(site, module, delta + taps.emitted_rows(value[1]))
+            return sites.tap_hook(site, module, value)
+        delta, _ = sites.edit(site, module, sites.emitted_rows(value[0]))
+        sites.keep(site, module, delta + sites.emitted_rows(value[1]))
         return (delta.reshape(value[0].shape), *value[1:])
 
 
@@ -159,13 +159,13 @@ class EditCancelled(CaptureWorker):
     """An edited residual stream is handed on as ``(edited - residual, residual)``: what bf16 loses never comes back."""
 
     @staticmethod
-    def tap_hook(site: taps.Site, module: nn.Module, value: Any) -> Any:
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Subtract now, let the next layer add."""
-        pair, rows = taps.whole_rows(site, value)
+        pair, rows = sites.whole_rows(site, value)
         if not pair:
-            return taps.tap_hook(site, module, value)
-        edited, changed = taps.edit(site, module, rows)
-        residual = taps.emitted_rows(value[1])
-        delta = torch.where(changed, edited - residual, taps.emitted_rows(value[0]))
-        taps.keep(site, module, delta + residual)
+            return sites.tap_hook(site, module, value)
+        edited, changed = sites.edit(site, module, rows)
+        residual = sites.emitted_rows(value[1])
+        delta = torch.where(changed, edited - residual, sites.emitted_rows(value[0]))
+        sites.keep(site, module, delta + residual)
         return (delta.reshape(value[0].shape), *value[1:])

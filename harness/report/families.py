@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from harness.models import load_config, resolve
-from harness.points import TEMPLATES, HookPoint
+from harness.points import PATTERN, TEMPLATES, HookPoint
 from harness.reference.families import tree_of_config
 from harness.store.frames import to_frames
 
@@ -32,7 +32,7 @@ def family_tables(records: RunRecords) -> str:
     Args:
         records: a run's, see :func:`harness.store.read_run`.
     """
-    _, hooks = to_frames(records)
+    cases, hooks = to_frames(records)
     judged = hooks[hooks["verdict"].map(lambda label: not label.startswith("planted"))].copy()
     judged["point"] = judged["hook"].map(_point)
     judged["edited"] = judged["verdict"].map(lambda label: label.endswith(_EDITED))
@@ -43,7 +43,7 @@ def family_tables(records: RunRecords) -> str:
         worst = rows.groupby(["model", "point", "edited"])["required_k"].max().to_dict()
         present = [
             point
-            for point in (*TEMPLATES, _LOGITS)
+            for point in (*TEMPLATES, PATTERN, _LOGITS)
             if any((m, point, e) in worst for m in models for e in (0, 1))
         ]
         ran = [model for model in models if model in set(rows["model"])]
@@ -55,6 +55,11 @@ def family_tables(records: RunRecords) -> str:
             cells = [_cell(worst, model, point, missing, notes) for point in present]
             parts.append(_row([model, *cells]))
         parts.append("")
+    spent = cases.groupby("model")["seconds"].sum()
+    parts.append("## Time\n")
+    parts.append(
+        "Seconds, boots among them: " + ", ".join(f"{model} {spent[model]:.0f}" for model in models) + ".\n"
+    )
     parts += [f"[{number}] {reason}  " for reason, number in notes.items()]
     return "\n".join(parts) + "\n"
 

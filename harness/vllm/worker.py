@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from harness.conventions import Emission
 from harness.vllm import internals
 from harness.vllm.overlays import get_overlay
+from harness.vllm.sites import capture_hook, tap_hook
 from harness.vllm.spec import HarnessSpec
-from harness.vllm.taps import TapSet, capture_hook, emission_of, install_taps, tap_hook
+from harness.vllm.taps import TapSet, emission_of, install_taps
 from harness.vllm.worker_extension import TLWorkerExtension
 
 __all__ = ["WORKER_CLASS", "CaptureWorker"]

@@ -1,0 +1,120 @@
+"""What is read of a worker: its class, its place among the ranks, its settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import UsageError
+from harness.vllm.internals.moved import moved
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "activation_dtype",
+    "base_worker_class",
+    "is_traced",
+    "model_of",
+    "place_of",
+    "prepare_stage_input",
+    "ranks_per_stage",
+    "refuse_drafts",
+    "runner_name",
+    "step_budget",
+]
+
+_WORKERS = {
+    "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
+    "cuda": "vllm.v1.worker.gpu_worker.Worker",
+    "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
+}
+
+
+def base_worker_class() -> type[Any]:
+    """The platform's own worker class (relies on ``current_platform.device_type`` and the worker's module path)."""
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    device = current_platform.device_type
+    if device not in _WORKERS:
+        msg = f"no capture worker for device {device!r}; there is one for {', '.join(_WORKERS)}"
+        raise UsageError(msg)
+    try:
+        cls: type[Any] = resolve_obj_by_qualname(_WORKERS[device])
+    except (ImportError, AttributeError) as error:
+        raise moved(_WORKERS[device]) from error
+    return cls
+
+
+def runner_name(worker: Any) -> str:
+    """``V1`` or ``V2``: which of vLLM's model runners this worker drives."""
+    return "V2" if getattr(worker, "use_v2_model_runner", False) else "V1"
+
+
+def step_budget(worker: Any) -> int:
+    """Most tokens one step may schedule (``scheduler_config.max_num_batched_tokens``)."""
+    return int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def model_of(worker: Any) -> nn.Module:
+    """The model a worker has loaded (``model_runner.get_model()``)."""
+    model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
+def place_of(worker: Any) -> tuple[int, int]:
+    """Pipeline stage and tensor-parallel rank of a worker (``get_pp_group``, ``get_tp_group``)."""
+    del worker  # the groups are this process' own
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def ranks_per_stage() -> int:
+    """Tensor-parallel ranks of each pipeline stage (``get_tp_group``)."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().world_size)
+
+
+def prepare_stage_input(worker: Any) -> None:
+    """Give a later pipeline stage the buffers its input is received into.
+
+    vLLM makes them in its first dummy run, and an eager engine on CPU has none
+    (``model_runner.intermediate_tensors``, ``model.make_empty_intermediate_tensors``).
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", None) is not None:
+        return
+    model: Any = model_of(worker)
+    try:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=step_budget(worker), dtype=activation_dtype(worker), device=worker.device
+        )
+    except AttributeError as error:
+        raise moved(f"make_empty_intermediate_tensors ({error})") from error
+
+
+def refuse_drafts(worker: Any) -> None:
+    """Refuse an engine that computes rows it may reject (``vllm_config.speculative_config``).
+
+    Raises:
+        UsageError: it does.
+    """
+    if getattr(worker.vllm_config, "speculative_config", None) is not None:
+        msg = "speculative_config cannot be used here: rows of rejected drafts would be captured in place of real ones"
+        raise UsageError(msg)
+
+
+def is_traced(worker: Any) -> bool:
+    """Whether the worker runs a compiled graph of its model (``model_config.enforce_eager``)."""
+    return not worker.vllm_config.model_config.enforce_eager
+
+
+def activation_dtype(worker: Any) -> torch.dtype:
+    """The dtype activations are computed in (``model_config.dtype``)."""
+    dtype: torch.dtype = worker.vllm_config.model_config.dtype
+    return dtype

@@ -145,12 +145,14 @@ def seconds(engine, prompts, **options):
     return float(engine.forward(prompts, return_logits=False, **options).stats["generate_seconds"])
 
 
-def judge(parity, benchmark, title, found, target):
-    """Record a ratio with its spread, and fail where its median is over the target."""
+def judged(parity, benchmark, title, found, target):
+    """Record a ratio with its spread; what is wrong with it, if its median is over the target."""
     if benchmark is not None:
         benchmark.extra_info[title] = {"ratio": found.ratio, "quartiles": found.quartiles, "target": target}
     parity.note(title, ratio=found.ratio, quartiles=found.quartiles, rounds=len(found.base), target=target)
-    assert found.ratio <= target, f"{title}: {found} of plain vLLM's time, at most {target} was promised"
+    if found.ratio <= target:
+        return ""
+    return f"{title}: {found} of plain vLLM's time, at most {target} was promised"
 
 
 @pytest.mark.slow
@@ -207,9 +209,13 @@ def judge_time(parity, benchmark, **options):
             peaks[name] = engine.memory()["peak"] - start
     over = peaks["tapped"] - peaks["plain"]
     parity.note("peak of a forward", **peaks, capture_state=plan.state)
-    assert over <= 1.5 * plan.state, (
-        f"{over / MIB:.1f} MiB over plain; the state is {plan.state / MIB:.1f} MiB"
-    )
-    judge(parity, benchmark, "prefill of 511 tokens, captured", found["prefill"], PREFILL[mode])
-    judge(parity, benchmark, "prefill of 511 tokens, taps idle", found["idle"], IDLE[mode])
-    judge(parity, benchmark, "decode of 64 tokens, captured", found["decode"], DECODE[mode])
+    problems = [
+        judged(parity, benchmark, "prefill of 511 tokens, captured", found["prefill"], PREFILL[mode]),
+        judged(parity, benchmark, "prefill of 511 tokens, taps idle", found["idle"], IDLE[mode]),
+        judged(parity, benchmark, "decode of 64 tokens, captured", found["decode"], DECODE[mode]),
+    ]
+    if over > 1.5 * plan.state:
+        problems.append(
+            f"peak {over / MIB:.1f} MiB over plain vLLM's; the state is {plan.state / MIB:.1f} MiB"
+        )
+    assert not any(problems), "; ".join(filter(None, problems))

@@ -55,6 +55,11 @@ class Accumulator:
         self.steps = []
         self.shares = {}
 
+    def release(self, name: str) -> None:
+        """Let go of one hook's rows; they cannot be read again."""
+        for step in self.steps:
+            step.pop(name, None)
+
     def add(self, rows: Mapping[str, torch.Tensor], shares: Sequence[StepRows]) -> None:
         """Keep one step. ``rows`` must be copies: the step buffers they came from are written again."""
         index = len(self.steps)

@@ -16,9 +16,9 @@ from harness.results import ForwardResult, pad_rows
 from harness.tokens import check_prompts
 from harness.vllm import internals
 from harness.vllm.call import Limits, check_stops
-from harness.vllm.layout import Layout, Place, join_shares, verify_layout
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
 from harness.vllm.patterns import Patterns
+from harness.vllm.readback import Readback
 from harness.vllm.spec import HarnessSpec
 from harness.vllm.wire import decode_tensor, encode_specs, encode_tensor
 from harness.vllm.worker_extension import REQUEST_KEY
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from harness.interventions import Edit
+    from harness.vllm.layout import Layout
 
 __all__ = ["VLLMDriver"]
 
@@ -151,7 +152,7 @@ class VLLMDriver:
             generating = time.perf_counter() - sent
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
-            captured = self._collect(needed, keys, lengths, edited=any(call.edits)) if needed else {}
+            captured = self._readback.collect(needed, keys, lengths, edited=any(call.edits)) if needed else {}
             steps = _largest(internals.call_workers(self.llm, "tl_step_stats")) if needed else {}
             emitted = self._emitted(keys, lengths) if rebuild else []
         place: dict[str, Any] = {"starts": call.starts, "columns": call.columns}
@@ -225,44 +226,14 @@ class VLLMDriver:
             raise CaptureError(msg)
         return outputs
 
-    def _collect(
-        self, names: list[str], keys: list[str], lengths: list[int], *, edited: bool
-    ) -> dict[str, list[torch.Tensor]]:
-        """Captured rows per request: hook → one (n, width) each.
-
-        A hook's first call reads every replica and verifies the layout; later ones read one. Edits are applied by each
-        rank for itself, and after the last all-reduce nothing would show that one of them did not: edited calls are
-        always verified.
-        """
-        expected = dict(zip(keys, lengths, strict=True))
-        fresh = [name for name in names if edited or name not in self.layout.served]
-        by_rank = [
-            {key: {name: decode_tensor(one) for name, one in hooks.items()} for key, hooks in rank.items()}
-            for rank in internals.call_workers(
-                self.llm, "tl_read_batched_captures", args=(names, expected, bool(fresh))
-            )
-        ]
-        if fresh:
-            fired = internals.call_workers(self.llm, "tl_fires_since_armed")
-            verify_layout(self.layout, fresh, by_rank, fired, heads=self._heads)
-        captured = {}
-        for name in names:
-            rows = [
-                join_shares(
-                    self.layout, name, [rank.get(key, {}) for rank in by_rank], self._heads.get(name, 0)
-                )
-                for key in keys
-            ]
-            if (silent := next((i for i, one in enumerate(rows) if one is None), None)) is not None:
-                msg = f"{name} never fired for request {silent}: it is installed, but no forward ran it"
-                raise CaptureError(msg)
-            captured[name] = [one for one in rows if one is not None]
-        return captured
-
     @cached_property
+    def _readback(self) -> Readback:
+        return Readback(self.llm, self._heads)
+
+    @property
     def layout(self) -> Layout:
         """Which rank serves what, as far as it has been seen; hooks are verified on their first capture."""
-        return Layout([Place(*place) for place in internals.call_workers(self.llm, "tl_place")])
+        return self._readback.layout
 
     def _emitted(self, keys: list[str], lengths: list[int]) -> list[torch.Tensor]:
         """Rows of the final norm with its weight in, one (n, width) per request."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Place", "join_shares", "verify_layout"]
 
-#: Absolute, and relative to a number or to the root mean square of its row, whichever is larger. Two ranks' replicas are
-#: equal in every bit. Of three or more each sums the parts in an order of its own, and what that rounds is as large as the
-#: row and not as the number: on SmolLM2 at fp32 and three ranks up to 7e-7 of a row's norm, the first 1e-7 at block 0.
+#: Absolute, and relative to a number or to the root mean square of its row, whichever is larger. Two ranks' replicas
+#: are equal in every bit. Of three or more each sums the parts in an order of its own, and what that rounds is as large
+#: as the row and not as the number: on SmolLM2 at fp32 and three ranks up to 7e-7 of a row's norm, from block 0 on.
 TOLERANCE = 1e-5
 
 

@@ -13,7 +13,7 @@ from harness.vllm.wire import decode_specs, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
@@ -187,6 +187,7 @@ class TLWorkerExtension(ParameterExtension):
         names: list[str] | None = None,
         rows: dict[str, int] | None = None,
         replicas: bool = True,
+        release: Collection[str] = (),
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """Captures per request, keyed by the driver's key where the request carried one, else by the engine's id.
 
@@ -195,6 +196,9 @@ class TLWorkerExtension(ParameterExtension):
             rows: key → rows it must have; by default as many as were captured.
             replicas: whether ranks send what the first of their tensor-parallel group sends too; their own heads they
                 always send.
+
+            release: hooks whose rows are let go of as soon as they are packed, so that they lie there once and not
+                twice; they cannot be read again.
 
         Returns:
             key → hook → encoded (seq, width) at the engine's dtype, canonical, of this rank's heads. Points it holds
@@ -207,15 +211,22 @@ class TLWorkerExtension(ParameterExtension):
         captures: dict[str, dict[str, dict[str, Any]]] = {}
         if not replicas and internals.place_of(self)[1] > 0:
             served = [name for name in served if self._installed().taps[name].spec.heads]
+        requests: dict[str, str] = {}
         for request in self._accumulator.shares:
             key = self._keys.get(request, request)
             if rows is not None and key not in rows:
                 continue
-            if key in captures:
+            if key in requests:
                 msg = f"two engine requests claim the key {key!r}"
                 raise CaptureError(msg)
-            n_rows = None if rows is None else rows[key]
-            captures[key] = {name: encode_tensor(self.read_rows(request, name, n_rows)) for name in served}
+            requests[key] = request
+            captures[key] = {}
+        for name in served:
+            for key, request in requests.items():
+                n_rows = None if rows is None else rows[key]
+                captures[key][name] = encode_tensor(self.read_rows(request, name, n_rows))
+            if name in release:
+                self._accumulator.release(name)
         return captures
 
     def tl_read_captures(

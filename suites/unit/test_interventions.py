@@ -214,8 +214,8 @@ REFUSED = {
     ),
     "block past the end": ({"blocks.2.hook_out": ADD}, ["unknown hook 'blocks.2.hook_out'"]),
     "hook cannot fire": (
-        {"blocks.0.attn.hook_z": ADD},
-        ["'blocks.0.attn.hook_z' is known but cannot", "fused"],
+        {"unembed.hook_out": ADD},
+        ["'unembed.hook_out' is known but cannot", "rebuilt from the final norm"],
     ),
     "spec is a number": at(0.0, "its spec is 0.0 (float)", "{'op': 'add', 'value': 0.5}"),
     "spec is a list": at(["suppress"], "its spec is ['suppress'] (list)"),

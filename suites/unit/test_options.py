@@ -89,3 +89,37 @@ def test_a_run_that_every_test_was_narrowed_out_of_is_not_green(pytestconfig, tm
     )
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
     assert "nothing ran" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed", "left_out"),
+    [
+        ([], "test_taps_hold_what_was_promised[tiny-llama-bf16-eager", "test_time_of_taps"),
+        (["-m", "slow"], "test_time_of_taps[smollm2-135m-fp32-compiled", "test_nothing_grows"),
+        (["--profile", "full"], "test_time_of_taps[smollm2-135m-fp32-eager", "step16"),
+    ],
+)
+def test_slow_cases_are_left_out_of_smoke_unless_named(pytestconfig, arguments, listed, left_out):
+    done = collected(pytestconfig, "suites/test_budgets.py", *arguments)
+    assert listed in done
+    assert left_out not in done
+
+
+def test_engines_that_serve_every_point_are_engines_of_their_own(pytestconfig):
+    done = collected(pytestconfig, "suites/test_families.py", "--model", "tiny-gpt2", "--dtype", "fp32")
+    assert "test_captures[tiny-gpt2-fp32-eager-tp1-step64-hook_points=every" in done
+    assert "test_captures[tiny-gpt2-fp32-eager-tp1-step64]" not in done
+
+
+def collected(pytestconfig, *arguments):
+    """Ids of the cases that a command line would run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", *arguments],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,47 @@
+"""Families by points: what a run found, and a reason wherever it found nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.cli import main
+from harness.report.families import family_tables
+from harness.store import read_run
+from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """GPT-2 at fp32 eager: one capture, one edited call, one planted fault whose figures are nobody's."""
+    case = declaration(0, model="tiny-gpt2", dtype="fp32", mode="eager")
+    sound = make_verdict("fp32", layers=4)
+    broken = make_verdict("fp32", layers=4, broken_from="embed.hook_out")
+    found = result(case, verdicts=[sound, sound, broken], seconds=12.0)
+    for entry, label in zip(
+        found["verdicts"], ("activations", "rotation 0: values", "planted: activations"), strict=True
+    ):
+        entry["label"] = label
+    return write_run(tmp_path / "run", [case], [found])
+
+
+def test_each_entry_is_a_figure_or_a_reason(run: Path) -> None:
+    text = family_tables(read_run(run))
+    (row,) = [line for line in text.splitlines() if line.startswith("| tiny-gpt2")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    assert len(cells) == 5
+    for cell in cells:
+        captured, edited = map(float, cell.split(" / "))
+        assert 0 <= captured == edited <= 3, "the planted fault's figures are not among them"
+    assert "At most 3 is parity" in text
+    assert "tiny-gpt2 12" in text
+
+
+def test_the_command_prints_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", str(run)]) == 0
+    assert "## fp32, eager" in capsys.readouterr().out
+    assert main(["families", str(run / "nothing")]) == 2

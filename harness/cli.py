@@ -82,10 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     families = verbs.add_parser(
         "families",
-        help="print a run as Markdown tables of models by points",
+        help="print runs as Markdown tables of models by points",
         description="What docs/families.md is made of.",
     )
-    families.add_argument("folder", metavar="RUN", help="folder of a run, reports/<time>-<profile>")
+    families.add_argument(
+        "folders", nargs="+", metavar="RUN", help="folder of a run, reports/<time>-<profile>"
+    )
     families.set_defaults(run=_families)
     _add_plan(verbs)
     return parser
@@ -373,7 +375,7 @@ def _families(arguments: argparse.Namespace) -> int:
     from harness.report.families import family_tables
     from harness.store import read_run
 
-    print(family_tables(read_run(arguments.folder)), end="")
+    print(family_tables([read_run(folder) for folder in arguments.folders]), end="")
     return OK
 
 

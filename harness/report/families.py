@@ -11,7 +11,7 @@ from harness.reference.families import tree_of_config
 from harness.store.frames import to_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from harness.store.reader import RunRecords
 
@@ -22,23 +22,28 @@ _LOGITS = "logits"
 _EDITED = (": values", ": change")
 _HEAD = """\
 Each entry is the smallest *k* that would have let the worst gate of that point pass, *err(E) / max(err(R), floor)*:
-first of captures, then of edited calls. At most {k:g} is parity; 1 is the reference's own error.
+first of captures, then of edited calls (logits of both count as the first). At most {k:g} is parity; 1 is the
+reference's own error.
 """
 
 
-def family_tables(records: RunRecords) -> str:
-    """One table per dtype and mode of a run, models by points; no entry is empty without its reason below.
+def family_tables(runs: Sequence[RunRecords]) -> str:
+    """One table per dtype and mode of some runs, models by points; no entry is empty without its reason below.
 
     Args:
-        records: a run's, see :func:`harness.store.read_run`.
+        runs: of the same models, see :func:`harness.store.read_run`.
     """
-    cases, hooks = to_frames(records)
+    import pandas as pd  # slow to import
+
+    frames = [to_frames(records) for records in runs]
+    cases, hooks = (pd.concat([pair[part] for pair in frames]) for part in (0, 1))
     judged = hooks[hooks["verdict"].map(lambda label: not label.startswith("planted"))].copy()
     judged["point"] = judged["hook"].map(_point)
     judged["edited"] = judged["verdict"].map(lambda label: label.endswith(_EDITED))
     models = list(dict.fromkeys(judged["model"]))
     notes: dict[str, int] = {}
-    parts = [_HEAD.format(k=float(records.run.get("k", 3.0)))]
+    parts = [_HEAD.format(k=max(float(records.run.get("k", 3.0)) for records in runs))]
+    parts += ["```", *(str(records.run.get("command", "")) for records in runs), "```\n"]
     for (dtype, mode), rows in judged.groupby(["dtype", "mode"], sort=True):
         worst = rows.groupby(["model", "point", "edited"])["required_k"].max().to_dict()
         present = [

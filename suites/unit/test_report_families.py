@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_each_entry_is_a_figure_or_a_reason(run: Path) -> None:
-    text = family_tables(read_run(run))
+    text = family_tables([read_run(run)])
     (row,) = [line for line in text.splitlines() if line.startswith("| tiny-gpt2")]
     cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
     assert len(cells) == 5
@@ -44,4 +44,6 @@ def test_each_entry_is_a_figure_or_a_reason(run: Path) -> None:
 def test_the_command_prints_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["families", str(run)]) == 0
     assert "## fp32, eager" in capsys.readouterr().out
+    assert main(["families", str(run), str(run)]) == 0
+    assert "tiny-gpt2 24" in capsys.readouterr().out, "two runs count together"
     assert main(["families", str(run / "nothing")]) == 2

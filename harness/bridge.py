@@ -101,12 +101,16 @@ class RemoteBridge:
         return_type: ReturnType = "logits",
         **kwargs: Any,
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Run and capture: (what ``return_type`` names, {hook: (batch, seq, width)}); every point by default."""
+        """Run and capture: (what ``return_type`` names, {hook: rows as :class:`ForwardResult` has them}).
+
+        By default every installed point; a callable is asked about those and about the ones rebuilt from them.
+        """
         supported = list(self.driver.supported_hook_points)
         if names_filter is None:
             names = supported
         elif callable(names_filter):
-            names = [name for name in supported if names_filter(name)]
+            rebuilt = getattr(self.driver, "rebuilt_hook_points", ())
+            names = [name for name in (*supported, *rebuilt) if names_filter(name)]
         else:
             names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
         answer, result = self._run(inputs, return_type, capture=names, **kwargs)

@@ -97,7 +97,7 @@ def _add_plan(verbs: Any) -> None:
     plan = verbs.add_parser(
         "plan",
         help="say what taps will hold in an engine, before one boots",
-        description="Bytes per rank, from the model's config and the specs alone; nothing is loaded.",
+        description="Bytes per rank, from the model's config and the specs alone; no weight is loaded.",
     )
     plan.add_argument("model", metavar="MODEL", help="bundled name, checkpoint folder or Hugging Face id")
     plan.add_argument("--dtype", help="of the engine; the checkpoint's own by default")
@@ -154,10 +154,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         max_model_len=arguments.max_model_len,
         tensor_parallel_size=arguments.tp,
         pipeline_parallel_size=arguments.pp,
+        devices=False,
     )
+    if arguments.step < 1 or arguments.edits < 0:
+        msg = f"--step is from 1 and --edits from 0, not {arguments.step} and {arguments.edits}"
+        raise UsageError(msg)
     hooks = "every" if arguments.hooks == ["every"] else arguments.hooks
     plan = plan_memory(
-        chosen_taps(spec, hooks, config),
+        chosen_taps(spec, hooks, config, arguments.tp),
         Geometry.of(config),
         itemsize=getattr(torch, dtype).itemsize,
         max_num_batched_tokens=arguments.step,
@@ -165,6 +169,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         max_programs=arguments.edits,
         tensor_parallel_size=arguments.tp,
         pipeline_parallel_size=arguments.pp,
+        tied=config.tie_word_embeddings,
     )
     print(
         f"{arguments.model} at {dtype}, {arguments.step} tokens per step, {arguments.edits} programs of edits"
@@ -176,7 +181,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             f"  {_size(rank.transient)} more while a step runs, {_size(rank.per_token)} per captured token; "
             f"keys and values of one request of {length} tokens {_size(rank.kv_cache)}"
         )
-    if plan.largest.kv_cache > _LARGE_CACHE:
+    if plan.largest.kv_cache > _LARGE_CACHE and length > 2048:
         print(
             f"a request of {length} tokens is long: max_model_len=2048 would need "
             f"{_size(plan.largest.kv_cache * 2048 // length)} of KV cache"

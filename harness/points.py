@@ -44,6 +44,7 @@ __all__ = [
     "all_points",
     "check_capture",
     "every_point",
+    "matching",
     "nonfireable_points",
     "select",
 ]
@@ -165,6 +166,17 @@ def nonfireable_points(n_layers: int, templates: Mapping[str, str] = NONFIREABLE
     }
 
 
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Those names that fit one pattern, whose ``*`` does not cross a dot."""
+    segments = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(parts := name.split(".")) == len(segments)
+        and all(fnmatch.fnmatchcase(p, s) for p, s in zip(parts, segments, strict=True))
+    ]
+
+
 def select(patterns: Iterable[str], available: Sequence[str]) -> list[str]:
     """Expand shell-style patterns (``blocks.*.hook_out``) over ``available``, keeping its order.
 
@@ -175,13 +187,7 @@ def select(patterns: Iterable[str], available: Sequence[str]) -> list[str]:
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        segments = pattern.split(".")
-        hits = [
-            name
-            for name in available
-            if len(parts := name.split(".")) == len(segments)
-            and all(fnmatch.fnmatchcase(p, s) for p, s in zip(parts, segments, strict=True))
-        ]
+        hits = matching(pattern, available)
         if not hits:
             msg = f"hook pattern {pattern!r} matches none of the {len(available)} points of this model"
             raise UsageError(msg)

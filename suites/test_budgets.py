@@ -59,6 +59,7 @@ def promised(parity, step):
         max_programs=parity.config.options.get("max_edit_programs", EDIT_PROGRAMS),
         tensor_parallel_size=topology.tp,
         pipeline_parallel_size=topology.pp,
+        tied=config.tie_word_embeddings,
     )
 
 
@@ -85,6 +86,20 @@ def test_taps_hold_what_was_promised(parity):
 @on_ranks
 def test_every_rank_holds_its_share(parity):
     """The same on each rank, with heads shared out and every point installed."""
+    judge_state(parity)
+
+
+@pytest.mark.parity(
+    models=("tiny-llama-tied",),
+    extra_models=("tiny-llama-tied",),
+    backends=("vllm",),
+    topologies=("pp2",),
+    extra_topologies=("pp2",),
+    steps=(64,),
+    smoke={"dtypes": ("fp32",), "modes": ("eager",)},
+)
+def test_a_tied_embedding_is_held_twice(parity):
+    """Its tap lies on the first and on the last stage."""
     judge_state(parity)
 
 

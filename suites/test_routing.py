@@ -37,7 +37,7 @@ def margins(logits, k):
     smoke={"models": MIXTURES[:1], "dtypes": ("bf16",), "modes": ("eager",)},
 )
 def test_experts(parity):
-    """Tokens go to the same experts; where not, by a margin within noise. Then the MLP's outputs are judged."""
+    """What the gates are given sends tokens to the same experts, but within noise; the experts' outputs are judged."""
     k = parity.hf_config.num_experts_per_tok
     path = get_overlay(parity.hf_config.architectures[0]).mlp
     dtype = getattr(torch, parity.config.dtype)
@@ -45,8 +45,7 @@ def test_experts(parity):
     with parity.variant(hook_points=[MLP_IN.replace("{i}", "*"), MLP_OUT.replace("{i}", "*")]) as wide:
         result = wide.forward(prompts)
         pair = wide.reference(prompts, wide.hook_points)
-        rows = agree = 0
-        worst = 0.0
+        rows = agree = beyond = 0
         for block in range(parity.n_layers):
             gate = read_tensor(parity.config.path, f"{path.format(i=block)}.gate.weight").to(dtype)
             hook = MLP_IN.format(i=block)
@@ -57,10 +56,7 @@ def test_experts(parity):
             differ = (chosen(engine, k) != chosen(truth, k)).any(dim=1)
             rows += len(differ)
             agree += int((~differ).sum())
-            if bool(differ.any()):
-                worst = max(worst, float((margins(truth, k) / (2 * parity.k * noise))[differ].max()))
-        parity.note("routing", rows=rows, agree=agree / rows, worst_margin_in_noise=worst)
-        assert worst <= 1.0, (
-            f"{rows - agree} of {rows} rows go to other experts, one by {worst:.2f} of what noise allows"
-        )
+            beyond += int((differ & (margins(truth, k) > 2 * parity.k * noise)).sum())
+        parity.note("routing", rows=rows, agree=agree / rows, beyond_noise=beyond)
+        assert not beyond, f"{beyond} of {rows} rows would go to other experts by more than noise allows"
         wide.check(prompts, result)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.points import EMBED, HookPoint
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -89,6 +91,7 @@ def plan_memory(
     max_programs: int,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    tied: bool = False,
 ) -> MemoryPlan:
     """Predict what the taps of an engine hold.
 
@@ -101,11 +104,14 @@ def plan_memory(
         max_programs: distinct combinations of edits one call may use.
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages the layers are cut into.
+        tied: the last stage holds the embedding too, to unembed with it, and a tap on it that never fires.
     """
     stages = stage_of_blocks(geometry.layers, pipeline_parallel_size)
     ranks = []
     for stage in range(pipeline_parallel_size):
         here = [tap for tap in taps if _stage(tap, stages) == stage]
+        if tied and 0 < stage == pipeline_parallel_size - 1:
+            here += [tap for tap in taps if tap.name == EMBED]
         for tensor in range(tensor_parallel_size):
             widths = [end - begin for begin, end in (tap.share(tensor, tensor_parallel_size) for tap in here)]
             kv_heads = max(1, geometry.kv_heads // tensor_parallel_size)
@@ -129,7 +135,5 @@ def plan_memory(
 
 
 def _stage(tap: TapSpec, stages: Sequence[int]) -> int:
-    from harness.points import HookPoint
-
     point = HookPoint.parse(tap.name)
     return (0, stages[point.block], stages[-1])[point.stage]

@@ -152,7 +152,8 @@ class References:
             sequences, vocab_size=config.vocab_size, max_len=config.max_position_embeddings
         )
         edited = per_sequence(edits, prompts)
-        check_capture([edit.hook for here in edited for edit in here], supported, missing)
+        editable = tree.points(layers, TEMPLATES)
+        check_capture([edit.hook for here in edited for edit in here], editable, missing)
         _refuse_past_the_end(edited, prompts)
         # Begin with the model that is loaded already: half the loads where few are kept.
         jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]

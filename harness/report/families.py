@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["family_tables"]
 
 _LOGITS = "logits"
+_NOT_ASKED = "not asked for in this run"
+_BROKEN = "no verdict: a case of this model failed or could not be judged"
 #: Labels of verdicts on edited calls end in these.
 _EDITED = (": values", ": change")
 _HEAD = """\
@@ -40,25 +42,28 @@ def family_tables(runs: Sequence[RunRecords]) -> str:
     judged = hooks[hooks["verdict"].map(lambda label: not label.startswith("planted"))].copy()
     judged["point"] = judged["hook"].map(_point)
     judged["edited"] = judged["verdict"].map(lambda label: label.endswith(_EDITED))
-    models = list(dict.fromkeys(judged["model"]))
+    models = list(dict.fromkeys(cases["model"]))
     notes: dict[str, int] = {}
     parts = [_HEAD.format(k=max(float(records.run.get("k", 3.0)) for records in runs))]
     parts += ["```", *(str(records.run.get("command", "")) for records in runs), "```\n"]
-    for (dtype, mode), rows in judged.groupby(["dtype", "mode"], sort=True):
+    for (dtype, mode), declared in cases.groupby(["dtype", "mode"], sort=True):
+        rows = judged[(judged["dtype"] == dtype) & (judged["mode"] == mode)]
+        broken = set(declared["model"][~declared["outcome"].isin(["passed", "skipped"])])
         worst = rows.groupby(["model", "point", "edited"])["required_k"].max().to_dict()
         present = [
             point
             for point in (*TEMPLATES, PATTERN, _LOGITS)
             if any((m, point, e) in worst for m in models for e in (0, 1))
         ]
-        ran = [model for model in models if model in set(rows["model"])]
+        ran = [model for model in models if model in set(declared["model"])]
         parts.append(f"## {dtype}, {mode}\n")
         parts.append(_row(["model", *(point.removeprefix("blocks.{i}.") for point in present)]))
         parts.append(_row(["---"] * (1 + len(present))))
         for model in ran:
+            otherwise = _BROKEN if model in broken else _NOT_ASKED
             missing = _missing(model)
-            cells = [_cell(worst, model, point, missing, notes) for point in present]
-            parts.append(_row([model, *cells]))
+            entries = [_cell(worst, model, point, missing.get(point, otherwise), notes) for point in present]
+            parts.append(_row([f"{model} (broken)" if model in broken else model, *entries]))
         parts.append("")
     spent = cases.groupby("model")["seconds"].sum()
     parts.append("## Time\n")
@@ -85,12 +90,11 @@ def _cell(
     worst: Mapping[Any, float],
     model: str,
     point: str,
-    missing: Mapping[str, str],
+    reason: str,
     notes: dict[str, int],
 ) -> str:
     found = [worst.get((model, point, edited)) for edited in (False, True)]
     if found == [None, None]:
-        reason = missing.get(point, "not asked for in this run")
         return f"[{notes.setdefault(reason, len(notes) + 1)}]"
     return " / ".join("-" if k is None or math.isnan(k) else f"{k:.2f}" for k in found)
 

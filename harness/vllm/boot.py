@@ -105,7 +105,7 @@ def _check_kv_cache(geometry: Geometry, dtype: str, max_model_len: int, kv_bytes
         raise UsageError(msg)
 
 
-def _check_topology(geometry: Geometry, tp: int, pp: int) -> None:
+def _check_topology(geometry: Geometry, tp: int, pp: int, *, devices: bool) -> None:
     """Ranks that cannot share this model, or that this machine has no device for."""
     import torch
 
@@ -117,7 +117,7 @@ def _check_topology(geometry: Geometry, tp: int, pp: int) -> None:
         msg = f"pipeline_parallel_size={pp} is more than the model's {geometry.layers} layers"
         raise UsageError(msg)
     # On CPU ranks share the cores, which is slow and allowed.
-    if torch.cuda.is_available() and tp * pp > torch.cuda.device_count():
+    if devices and torch.cuda.is_available() and tp * pp > torch.cuda.device_count():
         msg = f"{tp} x {pp} ranks need as many devices, this machine has {torch.cuda.device_count()}"
         raise UsageError(msg)
 
@@ -127,6 +127,13 @@ _REBUILT = (
 in hook_points at boot. It cannot be edited"
 )
 _LEFT_OUT = "it was left out at boot; name it, or a pattern it fits, in hook_points"
+
+
+def _missing_points(hf_config: Any, tensor_parallel_size: int) -> dict[str, str]:
+    """Points of this model that no tap can be put on → why."""
+    layers = int(hf_config.num_hidden_layers)
+    found = points.nonfireable_points(layers, _overlay_of(hf_config).nonfiring_hooks(tensor_parallel_size))
+    return found | dict.fromkeys(points.every_point(layers, points.REBUILT_TEMPLATES), _REBUILT)
 
 
 def _overlay_of(hf_config: Any) -> Overlay:
@@ -141,8 +148,9 @@ def check_boot(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     kv_cache_memory_bytes: int | None = None,
+    devices: bool = True,
 ) -> tuple[Any, HarnessSpec, str, int]:
-    """Everything that can be refused without loading vLLM or a weight.
+    """Everything that can be refused without loading vLLM or a weight; ``devices``: this machine's among it.
 
     Returns:
         The Hugging Face config, a tap for every point there is, the dtype's name and the context length.
@@ -156,7 +164,7 @@ def check_boot(
     _positive_int("pipeline_parallel_size", pipeline_parallel_size)
     hf_config = load_config(path)
     geometry = Geometry.of(hf_config)
-    _check_topology(geometry, tensor_parallel_size, pipeline_parallel_size)
+    _check_topology(geometry, tensor_parallel_size, pipeline_parallel_size, devices=devices)
     overlay = _overlay_of(hf_config)
     overlay.check(hf_config)
     spec = HarnessSpec(tuple(overlay.taps(hf_config, tensor_parallel_size, points.TEMPLATES)))
@@ -172,7 +180,10 @@ def check_boot(
 
 
 def chosen_taps(
-    spec: HarnessSpec, hook_points: Sequence[str] | Literal["every"] | None, hf_config: Any
+    spec: HarnessSpec,
+    hook_points: Sequence[str] | Literal["every"] | None,
+    hf_config: Any,
+    tensor_parallel_size: int = 1,
 ) -> tuple[TapSpec, ...]:
     """Those taps of every one there is that :func:`boot_vllm` is asked for by its ``hook_points``.
 
@@ -185,6 +196,15 @@ def chosen_taps(
     if hook_points is None:
         chosen = set(points.all_points(int(hf_config.num_hidden_layers)))
     else:
+        if isinstance(hook_points, str):
+            msg = f'hook_points is a sequence of names or patterns, or "every"; write [{hook_points!r}]'
+            raise UsageError(msg)
+        missing = _missing_points(hf_config, tensor_parallel_size)
+        for pattern in hook_points:
+            known = points.matching(pattern, [*missing, *every])
+            if known and not points.matching(pattern, every):
+                msg = f"hook_points: {pattern!r} is known but cannot be installed: {missing[known[0]]}"
+                raise UsageError(msg)
         chosen = set(points.select(hook_points, every))
         if not chosen:
             msg = "hook_points is empty: name at least one, or leave it out for the usual ones"
@@ -249,7 +269,7 @@ def boot_vllm(
         pipeline_parallel_size=pipeline_parallel_size,
         kv_cache_memory_bytes=kv_bytes,
     )
-    taps = chosen_taps(spec, hook_points, hf_config)
+    taps = chosen_taps(spec, hook_points, hf_config, tensor_parallel_size)
     left_out = [tap.name for tap in spec.taps if tap not in taps]
     spec = replace(spec, taps=taps)
     if max_edit_programs != 0:
@@ -278,11 +298,7 @@ def boot_vllm(
     }
     started = time.monotonic()
     llm = _boot(arguments)
-    templates = _overlay_of(hf_config).nonfiring_hooks(tensor_parallel_size)
-    non_fireable = points.nonfireable_points(int(hf_config.num_hidden_layers), templates)
-    non_fireable |= dict.fromkeys(left_out, _LEFT_OUT)
-    rebuilt = points.every_point(int(hf_config.num_hidden_layers), points.REBUILT_TEMPLATES)
-    non_fireable |= dict.fromkeys(rebuilt, _REBUILT)
+    non_fireable = {**_missing_points(hf_config, tensor_parallel_size), **dict.fromkeys(left_out, _LEFT_OUT)}
     seconds = time.monotonic() - started
     return _wrap(llm, spec, path, tokenizer, non_fireable=non_fireable, boot_seconds=seconds)
 

@@ -17,6 +17,7 @@ from harness.tokens import check_prompts
 from harness.vllm import internals
 from harness.vllm.call import Limits, check_stops
 from harness.vllm.logits import SequenceLogits, assemble_vocabulary
+from harness.vllm.overlays import get_overlay
 from harness.vllm.patterns import Patterns
 from harness.vllm.readback import Readback
 from harness.vllm.spec import HarnessSpec
@@ -64,12 +65,14 @@ class VLLMDriver:
         if spec is None:
             spec = HarnessSpec.from_config(llm.llm_engine.vllm_config.additional_config)
         self.llm = llm
+        self.hf_config = internals.extract_hf_config(llm)
+        if spec is not None and spec.bare:  # the workers have completed theirs, too
+            spec = spec.completed(get_overlay(self.hf_config.architectures[0]), self.hf_config)
         taps = spec.taps if spec else ()
         self._widths = {tap.name: tap.width for tap in taps}
         self._paths = {tap.name: tap.path for tap in taps}
         self._heads = {tap.name: tap.heads for tap in taps if tap.heads}
         self._max_programs = spec.max_programs if spec else 0
-        self.hf_config = internals.extract_hf_config(llm)
         self._vocab_size = int(self.hf_config.vocab_size)
         self.max_model_len = int(llm.llm_engine.model_config.max_model_len)
         self.supported_hook_points = list(self._widths)

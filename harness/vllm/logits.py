@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness.errors import CaptureError, UsageError
-from harness.points import EMBED, FINAL_NORM
+from harness.points import FINAL_NORM
 from harness.results import pad_rows
 from harness.vllm import internals
+from harness.vllm.overlays import get_overlay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -134,8 +135,8 @@ class SequenceLogits:
         if processor is None or processor["as_input"]:
             return "the model has no logits processor that takes hidden states"
         weight = self._get_param("lm_head.weight")
-        if weight is None and getattr(self._config, "tie_word_embeddings", False) and EMBED in self._paths:
-            weight = self._get_param(f"{self._paths[EMBED]}.weight")
+        if weight is None and getattr(self._config, "tie_word_embeddings", False):
+            weight = self._get_param(f"{get_overlay(self._config.architectures[0]).embed}.weight")
         if weight is None:
             return "the model holds its unembedding neither at lm_head.weight nor, tied, at the embedding"
         bias = self._get_param("lm_head.bias")

@@ -50,7 +50,11 @@ class CPURayExecutor(_Base):
                 "worker_process_setup_hook": f"{__name__}.{declare_devices.__name__}",
             },
         )
-        super()._init_executor()
+        try:
+            super()._init_executor()
+        except BaseException:
+            ray.shutdown()  # or the next boot would find a Ray that is nobody's
+            raise
 
     def shutdown(self) -> None:
         """Stop the ranks, then Ray's own processes."""

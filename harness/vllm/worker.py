@@ -48,9 +48,12 @@ class CaptureWorker(TLWorkerExtension, _Base):
 
     def install(self, spec: HarnessSpec) -> TapSet:
         """Resolve each tap's module on this rank and hook it."""
+        hf_config = self.vllm_config.model_config.hf_config
+        overlay = get_overlay(hf_config.architectures[0])
         if spec.bare:
-            hf_config = self.vllm_config.model_config.hf_config
-            spec = spec.completed(get_overlay(hf_config.architectures[0]), hf_config)
+            overlay.check(hf_config)
+            spec = spec.completed(overlay, hf_config)
+        overlay.refuse(spec.taps, internals.ranks_per_stage())
         model = internals.model_of(self)
         modules = [internals.resolve_dot_path(model, tap.path) for tap in spec.taps]
         return install_taps(

@@ -71,6 +71,17 @@ def test_stages_share_the_points() -> None:
     )
     assert [rank.points for rank in plan.ranks] == [1 + 2 * 12, 2 * 12 + 1]
     assert plan.largest in plan.ranks
+    tied = plan_memory(
+        TAPS,
+        Geometry.of(CONFIG),
+        itemsize=4,
+        max_num_batched_tokens=8,
+        max_model_len=8,
+        max_programs=0,
+        pipeline_parallel_size=2,
+        tied=True,
+    )
+    assert [rank.points for rank in tied.ranks] == [25, 26], "the last stage holds the embedding too"
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (30, 4), (7, 3), (8, 8), (11, 4)])
@@ -128,6 +139,7 @@ def test_plan_says_it_before_anything_boots(tiny_folder: Path, capsys: pytest.Ca
         (["--hooks", "blocks.*.nope"], "matches none of the 50 points"),
         (["--tp", "3"], "does not divide the 2 attention heads"),
         (["--dtype", "int7"], "is not known"),
+        (["--step", "0"], "--step is from 1"),
     ],
 )
 def test_what_cannot_be_planned(

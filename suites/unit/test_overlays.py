@@ -13,7 +13,9 @@ from harness.models.tiny import TINY_MODELS
 from harness.points import ATTN_OUT, MLP_OUT, TEMPLATES
 from harness.reference import families
 from harness.reference.families import FAMILIES, ModuleTree, architecture_of, known_trees
-from harness.vllm.overlays import Overlay, find, get_overlay, known_architectures
+from harness.vllm.boot import chosen_taps
+from harness.vllm.overlays import Overlay, TapSpec, find, get_overlay, known_architectures
+from harness.vllm.spec import HarnessSpec
 
 THEIRS = Overlay("TheirForCausalLM", block="their.layers.{i}")
 
@@ -100,6 +102,42 @@ def test_parts_of_a_sum_are_not_served_by_ranks(architecture: str) -> None:
     assert whole - parts == {t.format(i=i) for i in range(4) for t in (ATTN_OUT, MLP_OUT)}
     assert "ranks together" in overlay.nonfiring_hooks(2)[ATTN_OUT]
     assert ATTN_OUT not in overlay.nonfiring_hooks(1)
+
+
+def test_taps_from_elsewhere_are_refused_where_they_cannot_be_served() -> None:
+    cohere, neox = get_overlay("CohereForCausalLM"), get_overlay("GPTNeoXForCausalLM")
+    branch = TapSpec("blocks.0.attn.hook_out", "model.layers.0.self_attn", 64)
+    cohere.refuse([branch], 1)
+    with pytest.raises(UsageError, match=r"attn\.hook_out' cannot be served by Cohere.*each rank has a part"):
+        cohere.refuse([branch], 2)
+    with pytest.raises(UsageError, match=r"hook_q' cannot be served by GPTNeoX.*interleaves"):
+        neox.refuse([TapSpec("blocks.0.attn.hook_q", "model.layers.0.attention.query_key_value", 64)], 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "asked", "message"),
+    [
+        ("LlamaForCausalLM", "embed.hook_out", r'or "every"; write \[\'embed\.hook_out\'\]'),
+        (
+            "LlamaForCausalLM",
+            ["blocks.*.attn.hook_pattern"],
+            "known but cannot be installed: it is rebuilt from",
+        ),
+        (
+            "GPT2LMHeadModel",
+            ["blocks.*.attn.hook_rot_q"],
+            "known but cannot be installed: positions are learned",
+        ),
+        ("LlamaForCausalLM", ["blocks.*.attn.hook_nope"], "matches none of the 50 points"),
+        ("LlamaForCausalLM", [], "hook_points is empty"),
+    ],
+)
+def test_points_that_cannot_be_installed(architecture: str, asked: Any, message: str) -> None:
+    config = next(model for model in TINY_MODELS if model.architecture == architecture).config()
+    spec = HarnessSpec(tuple(get_overlay(architecture).taps(config, 1, TEMPLATES)))
+    with pytest.raises(UsageError, match=message):
+        chosen_taps(spec, asked, config)
+    assert len(chosen_taps(spec, "every", config)) == len(spec.taps)
 
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)

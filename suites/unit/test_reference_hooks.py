@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.errors import CaptureError, UsageError
+from harness.interventions import Edit
 from harness.reference import families
 from harness.reference.families import ModuleTree
 from harness.reference.hooks import capturing, hidden_of
@@ -39,6 +40,12 @@ class TestHooks:
         monkeypatch.setattr(families, "FAMILIES", {"OtherForCausalLM": ModuleTree()})
         with pytest.raises(UsageError, match=r"LlamaForCausalLM.*it has: OtherForCausalLM"):
             run_reference(model, [IDS], POINTS)
+
+    def test_a_pattern_is_read_and_not_edited(self, model: PreTrainedModel) -> None:
+        name = "blocks.0.attn.hook_pattern"
+        edit = Edit(name, "suppress", 0.0, torch.zeros(()), None)
+        with pytest.raises(UsageError, match=name):
+            run_reference(model, [IDS], [name], [(edit,)])
 
     @pytest.mark.parametrize("asked", ["blocks.9.hook_out", "blocks.0.attn.hook_attn_scores", "embed"])
     def test_wrong_names(self, model: PreTrainedModel, asked: str) -> None:

@@ -41,6 +41,17 @@ def test_each_entry_is_a_figure_or_a_reason(run: Path) -> None:
     assert "tiny-gpt2 12" in text
 
 
+def test_a_model_without_a_verdict_is_not_left_out(tmp_path: Path) -> None:
+    case = declaration(0, model="tiny-opt", dtype="fp32", mode="eager")
+    lost = result(case, outcome="error", message="the engine did not boot")
+    fine = declaration(1, model="tiny-gpt2", dtype="fp32", mode="eager")
+    found = result(fine, verdicts=[make_verdict("fp32", layers=4)])
+    text = family_tables([read_run(write_run(tmp_path / "run", [case, fine], [lost, found]))])
+    (row,) = [line for line in text.splitlines() if line.startswith("| tiny-opt (broken)")]
+    assert {cell.strip() for cell in row.strip("|").split("|")[1:]} == {"[1]"}
+    assert "[1] no verdict: a case of this model failed or could not be judged" in text
+
+
 def test_the_command_prints_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["families", str(run)]) == 0
     assert "## fp32, eager" in capsys.readouterr().out

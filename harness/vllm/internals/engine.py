@@ -136,11 +136,11 @@ def verify_hook_coverage(absent_by_rank: Sequence[Sequence[str] | None], names: 
 def ray_backend() -> Any:
     """What ``distributed_executor_backend`` has to be for Ray: vLLM's own, or one that also takes a CPU for a device.
 
-    Relies on ``current_platform.ray_device_key``, which is empty where vLLM knows no device for Ray.
+    Relies on ``current_platform.device_type``; vLLM knows no device for Ray on CPU.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.ray_device_key:
+    if current_platform.device_type != "cpu":
         return "ray"
     from harness.vllm.ray_executor import CPURayExecutor
 

@@ -202,9 +202,21 @@ class Overlay:
         served = [template for template in templates if template not in missing]
         return [self.tap(name, geometry) for name in points.every_point(geometry.layers, served)]
 
-    def capture_specs(self, hf_config: Any) -> dict[str, tuple[str, int]]:
+    def capture_specs(self, hf_config: Any, tensor_parallel_size: int = 1) -> dict[str, tuple[str, int]]:
         """Hook name → (dot path, width) of the points that are served unless told otherwise, in forward order."""
-        return {tap.name: (tap.path, tap.width) for tap in self.taps(hf_config)}
+        return {tap.name: (tap.path, tap.width) for tap in self.taps(hf_config, tensor_parallel_size)}
+
+    def refuse(self, taps: Sequence[TapSpec], tensor_parallel_size: int) -> None:
+        """Refuse taps at points that this family cannot serve, wherever they come from.
+
+        Raises:
+            UsageError: naming the first, with the reason.
+        """
+        missing = self.nonfiring_hooks(tensor_parallel_size)
+        for tap in taps:
+            if reason := missing.get(points.HookPoint.parse(tap.name).template):
+                msg = f"hook {tap.name!r} cannot be served by {self.architecture} here: {reason}"
+                raise UsageError(msg)
 
     def nonfiring_hooks(self, tensor_parallel_size: int = 1) -> dict[str, str]:
         """Templates (with ``{i}``) of the points that are known but cannot fire, with the reason."""

@@ -22,6 +22,7 @@ from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
 from harness.reference.run import teacher_forced
+from harness.routing import follow_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from harness.interventions import Requests
     from harness.parity.types import CaseVerdict
     from harness.pool import Engine
+    from harness.reference.experts import Choice
     from harness.reference.references import Pair
     from harness.results import ForwardResult
     from harness.session import ParitySession
@@ -183,6 +185,8 @@ class Parity:
         names = list(result.captured)
         rows = result.rows_by_hook()
         verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
+        while follow_routes(self, sequences, rows, verdict, edits):
+            verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
             # error is one draw, and three draws can all be small. A real fault stays far outside either way.
@@ -234,16 +238,65 @@ class Parity:
         edits: Requests | None = None,
         logits: bool = False,
         more_for: Sequence[int] = (),
+        choices: Sequence[tuple[Choice, ...]] | None = None,
     ) -> Pair:
         """The truth and the reference's realisations for this engine's checkpoint and dtype.
 
-        ``more_for`` names sequences that get many realisations, because they failed with few.
+        ``more_for`` names sequences that get many realisations, because they failed with few. ``choices`` are where the
+        truth goes to other experts than it prefers; None: wherever this engine was found to.
         """
         references, path, dtype = self._session.references, self.config.path, self.config.dtype
-        pair = references.get(path, dtype, sequences, names, jitters=jitters, edits=edits, logits=logits)
+        asked: dict[str, Any] = {
+            "edits": edits,
+            "logits": logits,
+            "choices": choices or self.choices(sequences, edits),
+        }
+        pair = references.get(path, dtype, sequences, names, jitters=jitters, **asked)
         if not more_for:
             return pair
-        return references.with_more(pair, more_for, path, dtype, sequences, names, edits=edits, logits=logits)
+        return references.with_more(pair, more_for, path, dtype, sequences, names, **asked)
+
+    @cached_property
+    def is_mixture(self) -> bool:
+        """Whether its tokens go to experts."""
+        from harness.reference.families import tree_of_config
+
+        return bool(tree_of_config(self.hf_config).router)
+
+    def router(self, block: int) -> torch.Tensor:
+        """A block's router at the engine's dtype, (experts, width)."""
+        return self._session.references.router(self.config.path, self.config.dtype, block)
+
+    def choices(
+        self, sequences: Sequence[Sequence[int]], edits: Requests | None = None
+    ) -> list[tuple[Choice, ...]]:
+        """Per sequence, where this engine was found to go to other experts than the truth prefers."""
+        taken = self._session.routes
+        return [taken.get(self._route(ids, edits, i), ()) for i, ids in enumerate(sequences)]
+
+    def take(self, ids: Sequence[int], edits: Requests | None, choices: tuple[Choice, ...]) -> None:
+        """Have the truth of one sequence, with the first of ``edits``, go where this engine goes from now on."""
+        self._session.routes[self._route(ids, edits, 0)] = choices
+
+    def _route(self, ids: Sequence[int], edits: Requests | None, number: int) -> tuple[Any, ...]:
+        here = frozenset(edit.digest for edit in edits[number]) if edits is not None else frozenset()
+        return (self.config.to_json(), tuple(ids), here)
+
+    def settle_routes(
+        self, prompts: Sequence[Sequence[int]], result: ForwardResult, edits: Requests | None = None
+    ) -> None:
+        """Find out where a mixture's tokens went, before anything is concluded from a difference of two calls."""
+        if not self.is_mixture:
+            return
+        sequences, rows = teacher_forced(prompts, result.new_tokens), result.rows_by_hook()
+        while follow_routes(
+            self,
+            sequences,
+            rows,
+            self._verdict(prompts, sequences, rows, list(rows), edits)[0],
+            edits,
+        ):
+            pass
 
     def edits(self, intervene: Any, lengths: Sequence[int]) -> Requests:
         """Read specs as the engine does, for requests of so many rows."""

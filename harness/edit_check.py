@@ -80,6 +80,8 @@ def problems_of(call: EditedCall) -> list[str]:
     _reverted(call)
     _untouched(call)
     _exact(call)
+    call.parity.settle_routes(call.prompts, call.clean)
+    call.parity.settle_routes(call.prompts, call.edited, call.edits)
     with_edits, without = _references(call)
     _values(call, with_edits, without)
     _change(call, with_edits, without)

@@ -101,7 +101,9 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
         logits = getattr(backend, operation)(**arguments)
         return {"count": len(logits)}, {str(i): tensor for i, tensor in enumerate(logits)}
     if operation == "memory":
-        return {"memory": _memory(backend, **arguments)}, {}
+        return {"memory": _memory(backend)}, {}
+    if operation == "forward_memory":
+        return {"memory": _forward_memory(backend, arguments)}, {}
     if operation == "layout":
         return {"layout": backend.layout()}, {}
     if operation == "get_param":
@@ -111,15 +113,24 @@ def _run(backend: Any, operation: str, arguments: dict[str, Any]) -> tuple[dict[
     raise ValueError(msg)
 
 
-def _memory(backend: Any, *, reset: bool) -> dict[str, Any]:
+def _memory(backend: Any) -> dict[str, Any]:
     """What this process holds, and the taps of each rank; an engine of one rank computes in this process."""
-    from harness.budgets.measure import measure_memory, reset_peak
+    from harness.budgets.measure import measure_memory
 
     taps = backend.tap_bytes() if hasattr(backend, "tap_bytes") else []
-    found = {**measure_memory(), "taps": taps}
-    if reset:
-        reset_peak()
-    return found
+    return {**measure_memory(), "taps": taps}
+
+
+def _forward_memory(backend: Any, arguments: dict[str, Any]) -> dict[str, int]:
+    """What a forward takes at most, in the process that runs it; the result is let go, not packed and sent."""
+    from harness.budgets.measure import measure_memory, reset_peak
+
+    reset_peak()
+    before = measure_memory()
+    backend.forward(**arguments)
+    after = measure_memory()
+    pairs = [("resident", "peak"), ("allocated", "allocated_peak")]  # the second on CUDA only
+    return {name: after[peak] - before[name] for name, peak in pairs if name in before}
 
 
 def _describe(error: BaseException) -> dict[str, str]:

@@ -9,6 +9,7 @@ from harness.parity.logit_metrics import logit_figures
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.reference.run import teacher_forced
+from harness.routing import LOGITS, follow_routes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LOGITS", "greedy_problems", "logit_problems"]
 
-#: Under this name logits stand where hooks do.
-LOGITS = "logits"
 _TOLD = 5
 
 
@@ -57,6 +56,8 @@ def logit_problems(
             )
             raise CaptureError(msg)
     verdict, truth, same = _judge(parity, sequences, rows, edits)
+    while follow_routes(parity, sequences, {LOGITS: rows}, verdict, edits):
+        verdict, truth, same = _judge(parity, sequences, rows, edits)
     if not verdict.passed:
         verdict, truth, same = _judge(parity, sequences, rows, edits, again=verdict.failed_requests)
     figures = logit_figures(rows, truth, same, k=parity.k)

@@ -111,13 +111,26 @@ class Engine:
         found: dict[str, Any] = header["layout"]
         return found
 
-    def memory(self, *, reset: bool = False) -> dict[str, Any]:
+    def memory(self) -> dict[str, Any]:
         """Bytes the engine's process holds, and those of the taps of each rank.
 
-        See :func:`harness.budgets.measure.measure_memory`; ``reset`` lets the peak start anew afterwards.
+        See :func:`harness.budgets.measure.measure_memory`.
         """
-        header, _ = self.request("memory", self._step_timeout, reset=reset)
+        header, _ = self.request("memory", self._step_timeout)
         found: dict[str, Any] = header["memory"]
+        return found
+
+    def forward_memory(self, input_ids: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, int]:
+        """Run a forward, throw its result away, and say how far memory rose above what was held before it.
+
+        Returns:
+            Bytes: ``resident`` of the engine's process and, on CUDA, ``allocated`` by its device allocator.
+        """
+        kwargs = {name: plain_specs(value) for name, value in kwargs.items()}
+        header, _ = self.request(
+            "forward_memory", self._step_timeout, input_ids=plain_specs(input_ids), **kwargs
+        )
+        found: dict[str, int] = header["memory"]
         return found
 
     def get_param(self, name: str) -> torch.Tensor | None:

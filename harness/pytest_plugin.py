@@ -79,6 +79,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="runs are written below it. Default: %(default)s",
     )
+    group.addoption(
+        "--reference-cache",
+        default="",
+        metavar="DIR",
+        help="where the reference's results are kept by content, at most 4 GiB; 'off' keeps none. "
+        "Default: below the model cache",
+    )
     group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
     group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
 
@@ -224,6 +231,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             uncaptured=capture.global_and_fixture_disabled,
             boot_timeout=option.boot_timeout,
             step_timeout=option.step_timeout,
+            reference_cache=_reference_cache(option.reference_cache),
         )
         with capture.global_and_fixture_disabled():
             run.preflight({found.to_json(): found for _, found in cases}.values())
@@ -231,6 +239,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     except UsageError as error:
         _refuse(error)
     config.stash[SESSION] = run
+
+
+def _reference_cache(asked: str) -> Path | None:
+    from harness.models import cache_dir
+
+    return None if asked == "off" else Path(asked) if asked else cache_dir() / "references"
 
 
 def _fresh(folder: Path) -> Path:

@@ -105,6 +105,8 @@ class Segment:
 def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> torch.Tensor:
     """Put segments in their places: (n_rows, width). First write wins; positions ≥ ``n_rows`` are dropped.
 
+    One segment that is all of it is not copied.
+
     A preempted request is computed again from position 0, so a later row for a covered position is normal; rows
     past the end come from a forward that an asynchronous scheduler had started before the request stopped.
 
@@ -116,6 +118,9 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
     Raises:
         CaptureError: a position in ``[0, n_rows)`` that no segment covers.
     """
+    segments = list(segments)
+    if len(segments) == 1 and segments[0].start == 0 and segments[0].rows.shape[0] >= n_rows > 0:
+        return segments[0].rows[:n_rows]
     joined: torch.Tensor | None = None
     seen = torch.zeros(n_rows, dtype=torch.bool)
     for segment in segments:
@@ -153,9 +158,11 @@ def pad_rows(
     """
     begins = [0] * len(rows) if starts is None else list(starts)
     needed = max(begin + one.shape[0] for begin, one in zip(begins, rows, strict=True))
-    padded = torch.full((len(rows), max(needed, columns or 0), rows[0].shape[1]), fill, dtype=rows[0].dtype)
+    padded = torch.empty((len(rows), max(needed, columns or 0), rows[0].shape[1]), dtype=rows[0].dtype)
     for index, (begin, one) in enumerate(zip(begins, rows, strict=True)):
-        padded[index, begin : begin + one.shape[0]] = one
+        end = begin + one.shape[0]
+        padded[index, :begin], padded[index, end:] = fill, fill
+        padded[index, begin:end] = one
     return padded
 
 

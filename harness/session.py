@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from harness.models import ModelSource
     from harness.parity.types import CaseVerdict
     from harness.plan import Plan
+    from harness.reference.experts import Choice
     from harness.reference.references import References
 
 __all__ = ["CaseLog", "ParitySession"]
@@ -49,6 +50,7 @@ class ParitySession:
         folder: the run's own folder; its records and engine logs go there.
         uncaptured: a context in which the terminal can be written to.
         boot_timeout, step_timeout: seconds until an engine counts as hung.
+        reference_cache: folder in which the reference's results outlive the run; None: nowhere.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class ParitySession:
         boot_timeout: float = 600.0,
         step_timeout: float = 300.0,
         k: float = 3.0,
+        reference_cache: Path | None = None,
     ) -> None:
         self.plan = plan
         self.folder = folder
         self.k = k
+        self.reference_cache = reference_cache
         self.argv = list(argv)
         self.progress = BootProgress(uncaptured)
         self.pool = EnginePool(
@@ -76,6 +80,8 @@ class ParitySession:
         self._references: References | None = None
         self._noise: dict[tuple[str, str, tuple[str, ...]], dict[str, float]] = {}
         self._norms: dict[str, torch.Tensor] = {}
+        #: Engine, sequence and its edits → where its tokens went to other experts than the truth prefers.
+        self.routes: dict[tuple[Any, ...], tuple[Choice, ...]] = {}
 
     # -- models and engines -----------------------------------------------------------------------------------------
 
@@ -120,9 +126,11 @@ class ParitySession:
     def references(self) -> References:
         """The truth and the same-dtype reference, computed once per sequence."""
         if self._references is None:
+            from harness.reference.disk import DiskCache
             from harness.reference.references import References
 
-            self._references = References(max_loaded=_LOADED_REFERENCES)
+            disk = DiskCache(self.reference_cache) if self.reference_cache else None
+            self._references = References(max_loaded=_LOADED_REFERENCES, disk=disk)
         return self._references
 
     def final_norm_weight(self, config: BootConfig) -> torch.Tensor:

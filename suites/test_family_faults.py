@@ -25,6 +25,7 @@ FAULTS = {
             r"blocks\.0\.attn\.hook_pattern is the first .*rows from 24 on",
         )
     },
+    "tiny-mixtral": {"OtherExpert": ({}, r"blocks\.1\.mlp\.hook_out is the first ")},
     "tiny-llama": {
         "RotarySwapped": (
             {"hook_points": HEADS},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EmbeddingUnscaled",
     "KvHeadMisreplicated",
+    "OtherExpert",
     "ParallelAsSequential",
     "PlainAsFused",
     "PlusOneMissing",
@@ -134,3 +135,20 @@ class KvHeadMisreplicated(_OtherModel):
             return (rows, *output[1:])
 
         attention.qkv_proj.register_forward_hook(roll, prepend=True)
+
+
+class OtherExpert(_OtherModel):
+    """In the second block, the fourth token of each step goes to the expert it likes least."""
+
+    def changed(self, model: Any) -> None:
+        """Exchange what the router gives the best and the worst."""
+
+        def exchange(_module: Any, _args: Any, output: Any) -> Any:
+            logits = output[0].clone()
+            best, worst = logits[3:4].argmax(dim=1), logits[3:4].argmin(dim=1)
+            logits[3:4, best], logits[3:4, worst] = output[0][3:4, worst], output[0][3:4, best]
+            return (logits, *output[1:])
+
+        block = model.model.layers[1]
+        mixture = getattr(block, "block_sparse_moe", None) or block.mlp
+        mixture.gate.register_forward_hook(exchange)

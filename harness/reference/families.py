@@ -94,6 +94,7 @@ class ModuleTree:
         lacks: template → why transformers has no such point in this family.
         flat: templates whose modules see the rows of all sequences, (n, width), and not (batch, n, width).
         unembed: the checkpoint's name of an untied unembedding.
+        router: dotted path of what sends tokens to experts, and returns (logits, weights, experts); empty: none are.
     """
 
     embed: str = "model.embed_tokens"
@@ -116,6 +117,7 @@ class ModuleTree:
     lacks: Mapping[str, str] = field(default_factory=dict)
     flat: tuple[str, ...] = ()
     unembed: str = "lm_head.weight"
+    router: str = ""
 
     def emission(
         self, hook: str, config: PreTrainedConfig, parameter: Callable[[str], torch.Tensor]
@@ -175,6 +177,7 @@ class ModuleTree:
 
 
 _LLAMA = ModuleTree()
+_MIXTURE = ModuleTree(router="model.layers.{i}.mlp.gate")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 _NO_ROTARY = dict.fromkeys(
     (ROT_Q, ROT_K), "positions are learned, nothing is rotated: hook_q and hook_k are it"
@@ -238,7 +241,7 @@ FAMILIES: dict[str, ModuleTree] = {
     ),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
-    "MixtralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _MIXTURE,
     "OPTForCausalLM": ModuleTree(
         embed="model.decoder.embed_tokens",
         block="model.decoder.layers.{i}",
@@ -263,7 +266,7 @@ FAMILIES: dict[str, ModuleTree] = {
     ),
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
-    "Qwen3MoeForCausalLM": _LLAMA,
+    "Qwen3MoeForCausalLM": _MIXTURE,
     "StableLmForCausalLM": ModuleTree(layer_norm=True, norm_eps="layer_norm_eps"),
     "Starcoder2ForCausalLM": ModuleTree(layer_norm=True, norm_eps="norm_epsilon"),
 }

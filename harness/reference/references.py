@@ -21,6 +21,7 @@ from harness.points import (
     check_capture,
     nonfireable_points,
 )
+from harness.reference.entries import Asked, Entry
 from harness.reference.families import attention_of, tree_of, tree_of_config
 from harness.reference.hooks import module_paths
 from harness.reference.load import as_dtype, load_model
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from harness.interventions import Edit, Requests
+    from harness.reference.disk import DiskCache
+    from harness.reference.experts import Choice, Routing
 
 __all__ = ["DEFAULT_ATTENTION", "JITTERS", "MANY_JITTERS", "Pair", "References"]
 
@@ -55,9 +58,6 @@ MANY_JITTERS = 10
 
 #: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
 Role = str
-Ids = tuple[int, ...]
-#: What stands for a sequence's edits: their digests, in no order, since a forward decides it by their hooks.
-Edited = frozenset[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,6 @@ class Pair:
 
     truth: ReferenceRun
     same: tuple[ReferenceRun, ...]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One sequence: every hook point, and the logits."""
-
-    captured: dict[str, torch.Tensor]
-    logits: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.logits.nbytes + sum(rows.nbytes for rows in self.captured.values())
 
 
 @dataclass
@@ -99,6 +87,7 @@ class References:
         attn_implementation: of R, where its family leaves a choice; T is always eager.
         computed: sequences run so far, for tests and the report.
         seconds: time spent loading models and in their forwards.
+        disk: where results outlive the run; None: nowhere.
     """
 
     max_loaded: int = 1
@@ -106,9 +95,8 @@ class References:
     attn_implementation: str = DEFAULT_ATTENTION
     computed: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
-    _entries: OrderedDict[tuple[str, torch.dtype, Role, Ids, Edited, tuple[str, ...]], _Entry] = field(
-        default_factory=OrderedDict
-    )
+    disk: DiskCache | None = None
+    _entries: OrderedDict[tuple[Any, ...], Entry] = field(default_factory=OrderedDict)
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
 
     @property
@@ -126,6 +114,7 @@ class References:
         jitters: int = JITTERS,
         edits: Requests | None = None,
         logits: bool = False,
+        choices: Sequence[tuple[Choice, ...]] | None = None,
     ) -> Pair:
         """Return T and R for ``sequences``, in their order, computing only what isn't kept.
 
@@ -137,6 +126,7 @@ class References:
             jitters: how many realisations of R beside the plain one.
             edits: per sequence, applied in T and in every realisation of R, each at its own dtype.
             logits: whether the jittered realisations' logits are wanted too; T's and R's own always come.
+            choices: per sequence, where T goes to other experts than it prefers. R always goes to those T goes to.
 
         Raises:
             UsageError: everything the caller got wrong, before a model is loaded.
@@ -158,8 +148,13 @@ class References:
         # Begin with the model that is loaded already: half the loads where few are kept.
         jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
         roles: list[Role] = ["truth", "same", *jittered]
-        roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
-        runs = {role: self._run(folder, dtype, role, prompts, names, edited, logits) for role in roles}
+        if not tree.router:  # … of a mixture the truth comes first: the others go the way it goes
+            roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
+        asked = [
+            Asked(tuple(ids), here, tuple(choices[i]) if choices else ())
+            for i, (ids, here) in enumerate(zip(prompts, edited, strict=True))
+        ]
+        runs = {role: self._run(folder, dtype, role, asked, names, logits) for role in roles}
         return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
 
     def with_more(
@@ -173,6 +168,7 @@ class References:
         *,
         edits: Requests | None = None,
         logits: bool = False,
+        choices: Sequence[tuple[Choice, ...]] | None = None,
     ) -> Pair:
         """``pair`` with :data:`MANY_JITTERS` realisations for the sequences ``which``.
 
@@ -187,12 +183,19 @@ class References:
             jitters=MANY_JITTERS,
             edits=None if edits is None else [edits[i] for i in chosen],
             logits=logits,
+            choices=None if choices is None else [choices[i] for i in chosen],
         )
         last = pair.same[-1]
         extra = [
             _replaced(last, dict(zip(chosen, range(len(chosen)), strict=True)), one) for one in more.same
         ]
         return Pair(pair.truth, (*pair.same, *extra[len(pair.same) :]))
+
+    def router(self, path: str | Path, engine_dtype: torch.dtype | str, block: int) -> torch.Tensor:
+        """Weight of a block's router, (experts, width), as the engine of that dtype has it, at the truth's dtype."""
+        dtype = as_dtype(engine_dtype)
+        model = self._model(str(resolve(path).fetch().resolve()), dtype, "truth")
+        return model.get_parameter(f"{tree_of(model).router.format(i=block)}.weight").detach()
 
     def close(self) -> None:
         """Forget every model and every row; safe to call twice."""
@@ -204,57 +207,95 @@ class References:
         folder: str,
         dtype: torch.dtype,
         role: Role,
-        prompts: list[list[int]],
+        asked: list[Asked],
         names: list[str],
-        edits: list[tuple[Edit, ...]],
         logits: bool,
     ) -> ReferenceRun:
         """One role's run. Its entries are held here, so evicting some of them meanwhile does no harm."""
-        asked = {HookPoint.parse(name).template for name in names}
+        templates = {HookPoint.parse(name).template for name in names}
         # The usual points are kept together, so that the next caller finds them; of the others there are many.
         wanted = next(
-            kind for kind in (FIREABLE_TEMPLATES, TEMPLATES, (*TEMPLATES, PATTERN)) if asked <= set(kind)
+            kind for kind in (FIREABLE_TEMPLATES, TEMPLATES, (*TEMPLATES, PATTERN)) if templates <= set(kind)
         )
-        entries: list[_Entry] = []
-        held: dict[tuple[Ids, Edited], _Entry] = {}
-        for ids, here in zip(map(tuple, prompts), edits, strict=True):
-            edited = frozenset(edit.digest for edit in here)
-            if (ids, edited) not in held:
-                key = (folder, dtype, role, ids, edited, wanted)
-                entry = self._entries.get(key)
-                if entry is None or (logits and not entry.logits.numel()):
-                    entry = self._compute(folder, dtype, role, ids, here, templates=wanted, logits=logits)
-                held[ids, edited] = self._entries[key] = entry
-                self._entries.move_to_end(key)
-            entries.append(held[ids, edited])
+        held: dict[tuple[Any, ...], Entry] = {}
+        for one in asked:
+            if one.key not in held:
+                held[one.key] = self._entry(folder, dtype, role, one, templates=wanted, logits=logits)
+        entries = [held[one.key] for one in asked]
         self._evict()
         return ReferenceRun(
-            prompts=[list(ids) for ids in prompts],
+            prompts=[list(one.ids) for one in asked],
             captured={name: [entry.captured[name] for entry in entries] for name in names},
             logits=[entry.logits for entry in entries],
+            routing=[entry.routing for entry in entries],
         )
 
-    def _compute(
+    def _entry(
         self,
         folder: str,
         dtype: torch.dtype,
         role: Role,
-        ids: Ids,
-        edits: tuple[Edit, ...],
+        asked: Asked,
         *,
         templates: tuple[str, ...],
         logits: bool,
-    ) -> _Entry:
+    ) -> Entry:
+        """What is kept of one sequence, or computed now."""
+        key = (folder, dtype, role, asked.key, templates)
+        entry = self._entries.get(key)
+        if entry is None or (logits and not entry.logits.numel()):
+            entry = self._entries[key] = self._fetch(folder, dtype, role, asked, templates, logits=logits)
+        self._entries.move_to_end(key)
+        return entry
+
+    def _fetch(
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        role: Role,
+        asked: Asked,
+        templates: tuple[str, ...],
+        *,
+        logits: bool,
+    ) -> Entry:
+        """From the disk, or from the model."""
+        place: Path | None = None
+        if self.disk is not None:
+            place = self.disk.path(
+                folder, dtype, role, asked, templates, f"{self.attn_implementation} {logits}"
+            )
+            if (found := self.disk.load(place)) is not None:
+                return found
+        like: Routing | None = None
+        if role != "truth" and tree_of_config(load_config(folder)).router:
+            like = self._entry(folder, dtype, "truth", asked, templates=templates, logits=False).routing
         model = self._model(folder, dtype, _model_role(role))
         started = time.monotonic()
+        entry = self._compute(model, role, asked, like, templates=templates, logits=logits)
+        seconds = time.monotonic() - started
+        self.seconds["forward"] += seconds
+        if self.disk is not None and place is not None:
+            self.disk.save(place, entry, seconds)
+        return entry
+
+    def _compute(
+        self,
+        model: PreTrainedModel,
+        role: Role,
+        asked: Asked,
+        like: Routing | None,
+        *,
+        templates: tuple[str, ...],
+        logits: bool,
+    ) -> Entry:
         names = tree_of(model).points(model.config.num_hidden_layers, templates)
+        choices = asked.choices if like is None else ()  # the truth's routing holds them already
         with _jittered(model, role), _giving_weights(model, wanted=PATTERN in templates):
-            run = run_reference(model, [ids], names, [edits])
-        self.seconds["forward"] += time.monotonic() - started
+            run = run_reference(model, [asked.ids], names, [asked.edits], choices=choices, like=like)
         self.computed += 1
         # A further realisation mostly serves as a measure of noise in the captures; logits would double what is kept.
         kept = run.logits[0] if logits or not role.startswith("jitter") else run.logits[0][:0]
-        return _Entry({name: rows[0] for name, rows in run.captured.items()}, kept)
+        return Entry({name: rows[0] for name, rows in run.captured.items()}, kept, run.routing[0])
 
     def _model(self, folder: str, dtype: torch.dtype, role: Role) -> PreTrainedModel:
         key = (folder, dtype, role)
@@ -302,6 +343,7 @@ def _replaced(base: ReferenceRun, places: dict[int, int], other: ReferenceRun) -
         prompts=base.prompts,
         captured={name: merged(rows, other.captured[name]) for name, rows in base.captured.items()},
         logits=merged(base.logits, other.logits),
+        routing=[other.routing[places[i]] if i in places else one for i, one in enumerate(base.routing)],
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from harness.errors import UsageError
 from harness.points import TEMPLATES, check_capture, nonfireable_points
+from harness.reference.experts import routed
 from harness.reference.families import tree_of
 from harness.reference.hooks import capturing, points_of
 from harness.reference.truth import exact_forward
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from harness.interventions import Edit, Requests
+    from harness.reference.experts import Choice, Routing
 
 __all__ = ["ReferenceRun", "forward_logits", "per_sequence", "run_reference", "teacher_forced"]
 
@@ -32,11 +34,13 @@ class ReferenceRun:
         prompts: token ids per sequence, n_i each.
         captured: hook → per sequence (n_i, width), at the model's dtype, on the CPU.
         logits: per sequence (n_i, d_vocab), the model's own, cast to fp32.
+        routing: per sequence, which experts its tokens went to.
     """
 
     prompts: list[list[int]]
     captured: dict[str, list[torch.Tensor]]
     logits: list[torch.Tensor]
+    routing: list[Routing] = field(default_factory=list)
 
 
 def teacher_forced(prompts: Sequence[Sequence[int]], new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -72,6 +76,9 @@ def run_reference(
     sequences: Sequence[Sequence[int]],
     capture: Sequence[str],
     edits: Requests | None = None,
+    *,
+    choices: Sequence[Choice] = (),
+    like: Routing | None = None,
 ) -> ReferenceRun:
     """Run the sequences one at a time (so that nothing depends on the batch) and capture the asked hooks.
 
@@ -82,6 +89,8 @@ def run_reference(
         sequences: token ids, n_i each.
         capture: hook names; the values are those after the edits.
         edits: per sequence; positions that a sequence does not reach are left out. None: nothing is edited.
+        choices: which experts tokens go to instead, see :func:`harness.reference.experts.routed`; of every sequence.
+        like: a routing to follow, see there.
 
     Raises:
         UsageError: a wrong hook name, ids that :func:`~harness.tokens.check_prompts` refuses, or edits that are not one
@@ -99,8 +108,12 @@ def run_reference(
     check_capture([edit.hook for here in edits or () for edit in here], editable, missing)
     run = ReferenceRun(prompts=prompts, captured={name: [] for name in names}, logits=[])
     for ids, edits_here in zip(prompts, per_sequence(edits, prompts), strict=True):
-        with capturing(model, names, edits_here) as captured:
+        with (
+            routed(model, choices=choices, like=like) as routing,
+            capturing(model, names, edits_here) as captured,
+        ):
             run.logits.append(forward_logits(model, ids))
+        run.routing.append(routing)
         for name in names:
             run.captured[name].append(captured[name][0])
     return run

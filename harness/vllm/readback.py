@@ -50,18 +50,12 @@ class Readback:
         """
         expected = dict(zip(keys, lengths, strict=True))
         fresh = [name for name in names if edited or name not in self.layout.served]
-        # Bytes are let go of as they become tensors: a call's captures are as large as the step buffers themselves.
+        # A call's captures may be as large as the step buffers themselves: nothing of them should lie there twice.
         release = [name for name in names if name != FINAL_NORM]  # logits are still to be made of that
         answers = internals.call_workers(
-            self._llm, "tl_read_batched_captures", args=(list(names), expected, bool(fresh), release)
+            self._llm, "tl_read_blocks", args=(list(names), expected, bool(fresh), release)
         )
-        by_rank = [
-            {
-                key: {name: decode_tensor(hooks.pop(name)) for name in list(hooks)}
-                for key, hooks in rank.items()
-            }
-            for rank in answers
-        ]
+        by_rank = [_by_request(seen, blocks, expected) for seen, blocks in answers]
         if fresh:
             fired = internals.call_workers(self._llm, "tl_fires_since_armed")
             verify_layout(self.layout, fresh, by_rank, fired, heads=self._heads)
@@ -79,3 +73,12 @@ class Readback:
                 raise CaptureError(msg)
             found.append(rows)
         return found
+
+
+def _by_request(
+    seen: Sequence[str], blocks: Mapping[str, dict[str, Any]], lengths: Mapping[str, int]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """One rank's blocks as request key → hook → (n, width): views, to be read only."""
+    counts = [lengths[key] for key in seen]
+    parts = {name: decode_tensor(block, copy=False).split(counts) for name, block in blocks.items()}
+    return {key: {name: some[number] for name, some in parts.items()} for number, key in enumerate(seen)}

@@ -5,6 +5,7 @@ vLLM's own RPC turns a tensor above 256 bytes into an untyped list; bytes arrive
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from harness.conventions import dtype_name
 from harness.interventions import OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from harness.interventions import Edit
 
-__all__ = ["decode_specs", "decode_tensor", "dtype_name", "encode_specs", "encode_tensor"]
+__all__ = ["decode_specs", "decode_tensor", "dtype_name", "encode_block", "encode_specs", "encode_tensor"]
 
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
@@ -27,8 +28,19 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": dtype_name(flat.dtype), "shape": list(flat.shape), "data": data}
 
 
-def decode_tensor(payload: dict[str, Any]) -> torch.Tensor:
+def encode_block(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Pack tensors (n_i, width) of one dtype and width, one after the other, as one tensor; each is copied once."""
+    total, width, dtype = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype
+    data = bytearray(total * width * dtype.itemsize)
+    if data:
+        torch.cat(list(parts), out=torch.frombuffer(data, dtype=dtype).view(total, width))
+    return {"dtype": dtype_name(dtype), "shape": [total, width], "data": data}
+
+
+def decode_tensor(payload: dict[str, Any], *, copy: bool = True) -> torch.Tensor:
     """Undo :func:`encode_tensor`; the tensor owns its memory and may be written to.
+
+    With ``copy=False`` it is a view of the payload's bytes, to be read only.
 
     Raises:
         ValueError: the payload lacks a field, names no torch dtype, or its bytes do not fill its shape.
@@ -47,7 +59,11 @@ def decode_tensor(payload: dict[str, Any]) -> torch.Tensor:
         raise ValueError(msg)
     if expected == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    if copy:
+        data = bytearray(data)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def encode_specs(edits: Iterable[Edit]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from harness.errors import CaptureError
 from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
 from harness.vllm.accumulator import Accumulator
-from harness.vllm.wire import decode_specs, encode_tensor
+from harness.vllm.wire import decode_specs, encode_block, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
 if TYPE_CHECKING:
@@ -186,19 +186,12 @@ class TLWorkerExtension(ParameterExtension):
         self,
         names: list[str] | None = None,
         rows: dict[str, int] | None = None,
-        replicas: bool = True,
-        release: Collection[str] = (),
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """Captures per request, keyed by the driver's key where the request carried one, else by the engine's id.
 
         Args:
             names: hooks to read; all armed ones by default.
             rows: key → rows it must have; by default as many as were captured.
-            replicas: whether ranks send what the first of their tensor-parallel group sends too; their own heads they
-                always send.
-
-            release: hooks whose rows are let go of as soon as they are packed, so that they lie there once and not
-                twice; they cannot be read again.
 
         Returns:
             key → hook → encoded (seq, width) at the engine's dtype, canonical, of this rank's heads. Points it holds
@@ -208,26 +201,57 @@ class TLWorkerExtension(ParameterExtension):
             CaptureError: a row is missing, or a hook fired in some steps and not in others.
         """
         served = self._served(names)
-        captures: dict[str, dict[str, dict[str, Any]]] = {}
+        return {
+            key: {
+                name: encode_tensor(self.read_rows(request, name, None if rows is None else rows[key]))
+                for name in served
+            }
+            for key, request in self._requests(rows).items()
+        }
+
+    def tl_read_blocks(
+        self, names: list[str], rows: dict[str, int], replicas: bool, release: Collection[str]
+    ) -> tuple[list[str], dict[str, dict[str, Any]]]:
+        """Captures of all requests, one block per hook: what the driver reads.
+
+        Args:
+            names: hooks to read.
+            rows: key → rows it must have.
+            replicas: whether ranks send what the first of their tensor-parallel group sends too; their own heads they
+                always send.
+            release: hooks whose rows are let go of as soon as they are packed, so that they lie there once and not
+                twice; they cannot be read again.
+
+        Returns:
+            The keys of the requests this rank has seen, and hook → encoded (rows of all of them, width), in that order.
+
+        Raises:
+            CaptureError: as :meth:`tl_read_batched_captures`.
+        """
+        served, requests = self._served(names), self._requests(rows)
         if not replicas and internals.place_of(self)[1] > 0:
             served = [name for name in served if self._installed().taps[name].spec.heads]
-        requests: dict[str, str] = {}
-        for request in self._accumulator.shares:
-            key = self._keys.get(request, request)
-            if rows is not None and key not in rows:
-                continue
-            if key in requests:
-                msg = f"two engine requests claim the key {key!r}"
-                raise CaptureError(msg)
-            requests[key] = request
-            captures[key] = {}
-        for name in served:
-            for key, request in requests.items():
-                n_rows = None if rows is None else rows[key]
-                captures[key][name] = encode_tensor(self.read_rows(request, name, n_rows))
+        blocks: dict[str, dict[str, Any]] = {}
+        for name in served if requests else ():
+            blocks[name] = encode_block(
+                [self.read_rows(request, name, rows[key]) for key, request in requests.items()]
+            )
             if name in release:
                 self._accumulator.release(name)
-        return captures
+        return list(requests), blocks
+
+    def _requests(self, wanted: Collection[str] | None) -> dict[str, str]:
+        """Key → the engine's id, of the requests that have one of the wanted keys; of all for None."""
+        found: dict[str, str] = {}
+        for request in self._accumulator.shares:
+            key = self._keys.get(request, request)
+            if wanted is not None and key not in wanted:
+                continue
+            if key in found:
+                msg = f"two engine requests claim the key {key!r}"
+                raise CaptureError(msg)
+            found[key] = request
+        return found
 
     def tl_read_captures(
         self, prompt_lens: list[int], names: list[str] | None = None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import cli
+from harness.cli import doctor
 from harness.models.cache import CACHE_ENV
 from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
 
@@ -89,9 +90,9 @@ def _machine(monkeypatch, *, absent=(), broken=(), device="cpu", vllm="0.32.0"):
             return None, "RuntimeError: operator does not exist"
         return {"torch": torch, "vllm.platforms": platforms}.get(name, object()), ""
 
-    monkeypatch.setattr(cli, "_attempt", attempt)
-    monkeypatch.setattr(cli, "_installed", lambda name: name not in absent)
-    monkeypatch.setattr(cli, "_version", lambda *names: vllm if names[0] == "vllm" else "1.0")
+    monkeypatch.setattr(doctor, "_attempt", attempt)
+    monkeypatch.setattr(doctor, "_installed", lambda name: name not in absent)
+    monkeypatch.setattr(doctor, "_version", lambda *names: vllm if names[0] == "vllm" else "1.0")
 
 
 def test_doctor_where_all_is_well(cache, monkeypatch, capsys):
@@ -141,7 +142,7 @@ def test_doctor_on_a_cache_that_cannot_be_written(tmp_path, monkeypatch, capsys)
 def test_a_package_that_breaks_on_import_is_said_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "breaks_on_import.py").write_text("raise RuntimeError('first\\nsecond')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert cli._attempt("breaks_on_import") == (None, "RuntimeError: first")
+    assert doctor._attempt("breaks_on_import") == (None, "RuntimeError: first")
 
 
 # --- report

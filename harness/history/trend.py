@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GOOD", "Check", "Point", "Skipped", "Trend", "find_runs", "trend_of"]
 
-#: Outcomes from worst to best: a check shows the worst of its cases.
-_WORST_FIRST = ("failed", "error", "lost", "not-run", "skipped", "passed")
+#: A check shows the first of these that a case of it has: skipped only where all of them were.
+_WORST_FIRST = ("failed", "error", "lost", "not-run", "passed", "skipped")
 GOOD = ("passed", "skipped")
 
 
@@ -46,9 +46,11 @@ class Point:
         n_cases, n_bad: of them, those that neither passed nor were skipped.
         share: the largest err(E) / bound of all hooks, NaN where none was compared.
         seconds: of all its cases, NaN where none finished.
+        worst: id of the case that decides the outcome.
     """
 
     outcome: str = ""
+    worst: str = ""
     n_cases: int = 0
     n_bad: int = 0
     share: float = math.nan
@@ -197,19 +199,25 @@ def _column(records: RunRecords) -> dict[tuple[str, str, str], Point]:
 
 
 def _point(cases: Sequence[tuple[CaseResult, float]]) -> Point:
-    outcomes = [
-        "failed" if case.outcome == "passed" and "failed" in case.earlier else case.outcome
-        for case, _ in cases
-    ]
+    outcomes = [(_outcome(case), case.id) for case, _ in cases]
+    outcome, worst = min(outcomes, key=lambda one: _WORST_FIRST.index(one[0]))
     seconds = [case.seconds for case, _ in cases if math.isfinite(case.seconds)]
     shares = [share for _, share in cases if not math.isnan(share)]
     return Point(
-        outcome=min(outcomes, key=lambda one: _WORST_FIRST.index(one) if one in _WORST_FIRST else 1),
+        outcome=outcome,
+        worst=worst,
         n_cases=len(cases),
-        n_bad=sum(outcome not in GOOD for outcome in outcomes),
+        n_bad=sum(one not in GOOD for one, _ in outcomes),
         share=max(shares, default=math.nan),
         seconds=math.fsum(seconds) if seconds else math.nan,
     )
+
+
+def _outcome(case: CaseResult) -> str:
+    """The outcome; failed for one that passed only when repeated, error for one this version does not know."""
+    if case.outcome == "passed" and "failed" in case.earlier:
+        return "failed"
+    return case.outcome if case.outcome in _WORST_FIRST else "error"
 
 
 def _checks(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from harness.history.compare import SLOWER_FACTOR, SLOWER_SECONDS, why
+from harness.history.figures import Budget, HookFigure
 from harness.history.reading import run_name
 from harness.report.numbers import count, duration, ratio
 from harness.report.text import shortened
@@ -246,7 +247,10 @@ def _plain(entry: Growth | Hunger) -> dict[str, Any]:
     values = {one.name: getattr(entry, one.name) for one in fields(entry) if one.name != "case"}
     return {
         "case": entry.case.id,
-        **{name: asdict(value) if is_dataclass(value) else value for name, value in values.items()},
+        **{
+            name: asdict(value) if isinstance(value, HookFigure | Budget) else value
+            for name, value in values.items()
+        },
     }
 
 

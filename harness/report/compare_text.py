@@ -12,6 +12,7 @@ from harness.history.figures import Budget, HookFigure
 from harness.history.reading import run_name
 from harness.report.numbers import count, duration, ratio
 from harness.report.text import shortened
+from harness.report.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +104,7 @@ def by_check(cases: Iterable[CaseResult]) -> list[tuple[str, int]]:
 
 def compare_text(found: Comparison, limit: int = 20) -> str:
     """The comparison for a terminal; of each list the first ``limit``, and how many more there are."""
-    return "\n".join(_lines(found, limit)) + "\n"
+    return visible("\n".join(_lines(found, limit)) + "\n")
 
 
 def _lines(found: Comparison, limit: int) -> Iterator[str]:

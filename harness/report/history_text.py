@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.history.reading import run_name
 from harness.report.compare_text import settings_words
 from harness.report.numbers import count, duration, ratio
+from harness.report.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +46,7 @@ def broken_now(trend: Trend) -> list[tuple[Check, str]]:
 
 def history_text(trend: Trend) -> str:
     """The history for a terminal."""
-    return "\n".join(_lines(trend)) + "\n"
+    return visible("\n".join(_lines(trend)) + "\n")
 
 
 def _lines(trend: Trend) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -14,6 +13,7 @@ from markupsafe import Markup
 from harness.errors import UsageError
 from harness.report.numbers import count, duration, ratio
 from harness.report.view import anchors
+from harness.report.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["RunLinks", "page", "write_page"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
-#: Control characters (not tab and newline), lone surrogates, and those that reorder text on screen.
-_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 def page(template: str, values: Mapping[str, Any]) -> str:
@@ -39,7 +37,7 @@ def page(template: str, values: Mapping[str, Any]) -> str:
     environment.filters |= {"count": count, "duration": duration, "ratio": ratio}
     style = "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "runs.css"))
     text = environment.get_template(template).render(style=Markup(style), **values)  # noqa: S704 - our own files
-    return _INVISIBLE.sub("\ufffd", text)
+    return visible(text)
 
 
 def write_page(text: str, target: Path | str) -> Path:

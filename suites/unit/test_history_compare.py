@@ -291,9 +291,13 @@ def test_slower_counts_only_where_asked_for(tmp_path):
 # --- pairing
 
 
-def of_modes(folder, *modes, **more):
+def of_modes(folder, *modes):
     cases = [declaration(n, mode=mode) for mode in modes for n in range(2)]
-    return run(folder, cases=cases, outcomes=["passed"] * len(cases), **more)
+    for n, case in enumerate(cases):
+        case["id"] = f"suites/test_activations.py::test_every_hook[{case['engine']}-{n % 2}]"
+    return run(
+        folder, cases=cases, outcomes=["passed"] * len(cases), verdict=lambda n: verdict_json(seed=n % 2)
+    )
 
 
 def test_cases_of_one_run_only_are_listed(tmp_path):

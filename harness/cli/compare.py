@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: a run cannot be read, the two have no case in common, the page cannot be written.
     """
     from harness.history import Across, compare_runs, read_records
-    from harness.report.compare_text import compare_json, compare_text
+    from harness.report.compare_json import compare_json
+    from harness.report.compare_text import compare_text
 
     _check(arguments)
     found = compare_runs(

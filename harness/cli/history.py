@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(msg)
     runs, skipped = find_runs(arguments.folders)
     if arguments.profile is not None:
-        profiles = sorted({str(records.run.get("profile")) for records in runs})
-        runs = [records for records in runs if records.run.get("profile") == arguments.profile]
+        profiles = sorted({str(one.records.run.get("profile")) for one in runs})
+        runs = [one for one in runs if one.records.run.get("profile") == arguments.profile]
         if not runs:
             msg = f"--profile {arguments.profile!r}: no run of it; there are {', '.join(profiles)}"
             raise UsageError(msg)

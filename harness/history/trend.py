@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ from harness.store import RESULTS
 from harness.store.hooks import number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from harness.history.changes import Change
     from harness.store import CaseResult, RunRecords
 
-__all__ = ["GOOD", "Check", "Point", "Skipped", "Trend", "find_runs", "trend_of"]
+__all__ = ["GOOD", "Check", "Point", "SeenRun", "Skipped", "Trend", "find_runs", "trend_of"]
 
 #: A check shows the first of these that a case of it has: skipped only where all of them were.
 _WORST_FIRST = ("failed", "error", "lost", "not-run", "passed", "skipped")
@@ -91,6 +91,19 @@ class Check:
 
 
 @dataclass(frozen=True)
+class SeenRun:
+    """What is kept of a run: a year of nights with all their verdicts would fill the memory.
+
+    Attributes:
+        records: without the verdicts of the cases.
+        points: (suite, check, engine) → point, with engine empty for all of a check's engines together.
+    """
+
+    records: RunRecords
+    points: Mapping[tuple[str, str, str], Point]
+
+
+@dataclass(frozen=True)
 class Trend:
     """Several runs, oldest first, and their checks.
 
@@ -104,7 +117,7 @@ class Trend:
     skipped: tuple[Skipped, ...]
 
 
-def find_runs(folders: Iterable[Path | str]) -> tuple[list[RunRecords], list[Skipped]]:
+def find_runs(folders: Iterable[Path | str]) -> tuple[list[SeenRun], list[Skipped]]:
     """Read runs, and the runs directly below folders that are none themselves; oldest first, each once.
 
     Folders in which nothing can be read are named with the reason, and the others are read.
@@ -112,7 +125,7 @@ def find_runs(folders: Iterable[Path | str]) -> tuple[list[RunRecords], list[Ski
     Raises:
         UsageError: a folder does not exist, or there is no run in any.
     """
-    runs: dict[Path, RunRecords] = {}
+    runs: dict[Path, SeenRun] = {}
     skipped: list[Skipped] = []
     named = [Path(folder) for folder in folders]
     for folder in named:
@@ -129,14 +142,14 @@ def find_runs(folders: Iterable[Path | str]) -> tuple[list[RunRecords], list[Ski
                 if not (place / RESULTS).exists():
                     skipped.append(Skipped(place, f"no {RESULTS} in it"))
                     continue
-                runs[place.resolve()] = read_records(place)
+                runs[place.resolve()] = _seen(read_records(place))
             except UsageError as error:
                 skipped.append(Skipped(place, str(error)))
     if not runs:
         reasons = "; ".join(dict.fromkeys(one.reason for one in skipped)) or "they are empty"
         msg = f"no run in {', '.join(map(str, named))}: {reasons}"
         raise UsageError(msg)
-    return sorted(runs.values(), key=_age), skipped
+    return sorted(runs.values(), key=lambda run: _age(run.records)), skipped
 
 
 def _age(records: RunRecords) -> tuple[float, str]:
@@ -148,36 +161,25 @@ def _age(records: RunRecords) -> tuple[float, str]:
     return started, run_name(records)
 
 
-def trend_of(runs: Sequence[RunRecords], skipped: Sequence[Skipped] = ()) -> Trend:
-    """Put runs beside each other, check by check; a run with a damaged verdict is left out and named.
+def _seen(records: RunRecords) -> SeenRun:
+    cases = tuple(replace(case, verdicts=()) for case in records.cases)
+    return SeenRun(replace(records, cases=cases), _points(records))
+
+
+def trend_of(runs: Sequence[SeenRun], skipped: Sequence[Skipped] = ()) -> Trend:
+    """Put runs beside each other, check by check.
 
     Args:
-        runs: oldest first.
+        runs: oldest first, at least one.
         skipped: folders that were no runs, to be named with the rest.
-
-    Raises:
-        UsageError: no run is left.
     """
-    kept: list[RunRecords] = []
-    left_out = list(skipped)
-    columns: list[dict[tuple[str, str, str], Point]] = []
-    titles: dict[tuple[str, str], str] = {}
-    for records in runs:
-        try:
-            columns.append(_column(records))
-        except UsageError as error:
-            left_out.append(Skipped(records.folder, str(error)))
-            continue
-        kept.append(records)
-        titles |= {(case.suite, case.check): case.title for case in records.cases}
-    if not kept:
-        msg = f"no run could be read: {left_out[-1].reason if left_out else 'none was named'}"
-        raise UsageError(msg)
+    records = tuple(run.records for run in runs)
+    titles = {(case.suite, case.check): case.title for one in records for case in one.cases}
     return Trend(
-        runs=tuple(kept),
-        differs=((), *(tuple(_notable(a, b)) for a, b in itertools.pairwise(kept))),
-        checks=tuple(_checks(columns, titles)),
-        skipped=tuple(left_out),
+        runs=records,
+        differs=((), *(tuple(_notable(a, b)) for a, b in itertools.pairwise(records))),
+        checks=tuple(_checks([run.points for run in runs], titles)),
+        skipped=tuple(skipped),
     )
 
 
@@ -186,8 +188,7 @@ def _notable(before: RunRecords, after: RunRecords) -> Iterable[Change]:
     return (one for one in changes(before, after) if one.group not in {"options", "environment", "engines"})
 
 
-def _column(records: RunRecords) -> dict[tuple[str, str, str], Point]:
-    """(suite, check, engine) → point of one run; with engine ``""`` for all of a check's engines together."""
+def _points(records: RunRecords) -> dict[tuple[str, str, str], Point]:
     k = number(records.run.get("k"))
     grouped: dict[tuple[str, str, str], list[tuple[CaseResult, float]]] = {}
     for case in records.cases:
@@ -221,7 +222,7 @@ def _outcome(case: CaseResult) -> str:
 
 
 def _checks(
-    columns: Sequence[dict[tuple[str, str, str], Point]], titles: dict[tuple[str, str], str]
+    columns: Sequence[Mapping[tuple[str, str, str], Point]], titles: dict[tuple[str, str], str]
 ) -> Iterable[Check]:
     keys = dict.fromkeys(key for column in reversed(columns) for key in column)
 

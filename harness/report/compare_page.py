@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.history.compare import SLOWER_FACTOR, SLOWER_SECONDS, why
 from harness.history.reading import run_name
-from harness.report.compare_text import (
+from harness.report.compare_words import (
     amount,
     by_check,
     growth_words,

@@ -1,105 +1,34 @@
-"""Two runs beside each other as text for a terminal, and as JSON for a program."""
+"""Two runs beside each other as text for a terminal."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.history.compare import SLOWER_FACTOR, SLOWER_SECONDS, why
-from harness.history.figures import Budget, HookFigure
 from harness.history.reading import run_name
+from harness.report.compare_words import (
+    amount,
+    by_check,
+    growth_words,
+    headline,
+    kind_words,
+    rule_words,
+    settings_words,
+)
 from harness.report.numbers import count, duration, ratio
 from harness.report.text import shortened
 from harness.report.visible import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from harness.history.compare import Comparison, Growth, Hunger, Slower, VerdictChange
-    from harness.history.growth import Rule
     from harness.store import CaseResult
 
-__all__ = [
-    "amount",
-    "by_check",
-    "compare_json",
-    "compare_text",
-    "growth_words",
-    "headline",
-    "kind_words",
-    "rule_words",
-    "settings_words",
-]
+__all__ = ["compare_text"]
 
 _MAX_LINE = 240
-_COMMIT = 10  # digits of a commit, as in the report
-
-
-def headline(found: Comparison) -> str:
-    """The outcome in a few words."""
-    n = found.n_regressions
-    if n:
-        return f"{n} regression{'' if n == 1 else 's'}"
-    return "no regression"
-
-
-def rule_words(rule: Rule, n_baselines: int = 0) -> str:
-    """How growth was told from noise, in a sentence."""
-    origin = {
-        "alike": "both runs had the same versions and machine, where errors repeat to the bit",
-        "unlike": "versions, machine or engine differ, so the same error may be rounded in another way",
-        "measured": f"spread measured over {n_baselines + 1} runs like the first",
-        "given": "as asked for",
-    }[rule.name]
-    hook = f"more than {rule.step:.2g} of the bound"
-    if rule.factor > 1:
-        hook += f" and {rule.factor:.3g} times"
-    return f"a hook has grown by {hook}, a comparison by {rule.mean:.3g} times on average ({origin})"
-
-
-def kind_words(slower: Slower) -> str:
-    """``boot of x``, ``all 12 cases``."""
-    if slower.kind.startswith("all"):
-        return f"{slower.kind}, {slower.name}"
-    return f"{slower.kind} {slower.name}"
-
-
-def settings_words(name: str, text: str, limit: int = 100) -> str:
-    """A setting's value, short; nothing is said to be absent."""
-    if name == "commit":
-        text = text[:_COMMIT]
-    return (text if len(text) <= limit else f"{text[:limit].rstrip()}…") or "(none)"
-
-
-def growth_words(growth: Growth) -> str:
-    """What grew, as ``3 of 14 hooks, first blocks.1.hook_out``."""
-    if not growth.n_grown:
-        return (
-            f"{growth.mean:.2f} times on average over {count(growth.n_hooks, 'hook')}, at most "
-            f"{growth.mean_limit:.2f} is noise; most at {growth.after.hook}"
-        )
-    grew = f"{growth.n_grown} of {count(growth.n_hooks, 'hook')}, first {growth.first}"
-    return grew if growth.after.hook == growth.first else f"{grew}, most {growth.after.hook}"
-
-
-def amount(value: float, unit: str) -> str:
-    """A budget's figure: bytes in powers of 1024, or a ratio."""
-    if unit != "B":
-        return f"{value:.3f}"
-    size, name = abs(value), "B"
-    for name in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or name == "GiB":
-            break
-        size /= 1024
-    sign = "-" if value < 0 else ""
-    return f"{sign}{size:.0f} B" if name == "B" else f"{sign}{size:.1f} {name}"
-
-
-def by_check(cases: Iterable[CaseResult]) -> list[tuple[str, int]]:
-    """``suite / check`` and how many cases of it, in the order they came."""
-    return list(Counter(f"{case.suite} / {case.check}" if case.check else case.id for case in cases).items())
 
 
 def compare_text(found: Comparison, limit: int = 20) -> str:
@@ -202,75 +131,3 @@ def _grouped(cases: Sequence[CaseResult]) -> list[tuple[str, int, str]]:
 def _missing(group: tuple[str, int, str]) -> list[str]:
     name, n, other = group
     return [f"{name}: {n}" + (f" ({other})" if other else "")]
-
-
-def compare_json(found: Comparison) -> dict[str, Any]:
-    """The whole comparison as JSON; numbers JSON has no word for are strings that ``float()`` reads."""
-    document = {
-        "kind": "compare",
-        "version": 1,
-        "regressions": found.n_regressions,
-        "before": _run(found, "before"),
-        "after": _run(found, "after"),
-        "baselines": [run_name(one) for one in found.baselines],
-        "across": [asdict(one) for one in found.across],
-        "rule": {**asdict(found.rule), "sentence": rule_words(found.rule, len(found.baselines))},
-        "differs": [asdict(change) for change in found.changes],
-        "cases": {
-            "both": len(found.pairs.both),
-            "only_before": [case.id for case in found.pairs.only_before],
-            "only_after": [{"id": case.id, "outcome": case.outcome} for case in found.pairs.only_after],
-        },
-        "errors": {"compared": len(found.figures), "equal": found.n_same},
-        "verdicts": [
-            {
-                "kind": change.kind,
-                "id": change.after.id,
-                "id_before": change.before.id,
-                "before": change.was,
-                "after": change.now,
-                "why": why(change.after),
-                "rerun": change.after.rerun,
-            }
-            for change in found.verdicts
-        ],
-        "grown": [_plain(growth) for growth in found.growths],
-        "hungrier": [_plain(hunger) for hunger in found.hungrier],
-        "slower": {"counted": found.timed, "entries": [asdict(slower) for slower in found.slower]},
-        "seconds": {"cases": list(found.seconds), "boots": list(found.boots)},
-    }
-    spelled: dict[str, Any] = _spelled(document)
-    return spelled
-
-
-def _plain(entry: Growth | Hunger) -> dict[str, Any]:
-    """Its fields, with the case named and not written out."""
-    values = {one.name: getattr(entry, one.name) for one in fields(entry) if one.name != "case"}
-    return {
-        "case": entry.case.id,
-        **{
-            name: asdict(value) if isinstance(value, HookFigure | Budget) else value
-            for name, value in values.items()
-        },
-    }
-
-
-def _run(found: Comparison, which: str) -> dict[str, Any]:
-    records = found.before if which == "before" else found.after
-    return {
-        "run_id": run_name(records),
-        "folder": str(records.folder),
-        "started": records.run.get("started"),
-        "cases": len(records.cases),
-        "damaged_lines": len(records.damaged),
-    }
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _spelled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spelled(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value

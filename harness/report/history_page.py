@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.history.reading import run_name
 from harness.history.trend import GOOD
-from harness.report.compare_text import settings_words
+from harness.report.compare_words import settings_words
 from harness.report.history_text import broken_now, counts, moment
 from harness.report.numbers import count, duration, ratio
 from harness.report.pages import RunLinks, page, write_page

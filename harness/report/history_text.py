@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from harness.history.reading import run_name
-from harness.report.compare_text import settings_words
+from harness.report.compare_words import settings_words
 from harness.report.numbers import count, duration, ratio
 from harness.report.visible import visible
 

@@ -44,9 +44,14 @@ def write_page(text: str, target: Path | str) -> Path:
     """Write a page so that a reader never meets half of one.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: it cannot be written there, or is not named like a page: what lies there may be records.
     """
     target = Path(target)
+    if target.suffix not in {".html", ".htm"}:
+        msg = (
+            f"{str(target)!r} would be a page and is not named like one: name it {target.stem or 'page'}.html"
+        )
+        raise UsageError(msg)
     partial = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         partial.write_bytes(text.encode())

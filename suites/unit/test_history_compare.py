@@ -501,6 +501,7 @@ def test_a_long_list_is_cut_and_says_so(tmp_path, capsys):
         ["--format", "xml"],
         ["--baseline", "no/such"],
         ["--html", "no/such/folder/page.html"],
+        ["--html", "results.jsonl"],
     ],
 )
 def test_bad_options_are_one_line(tmp_path, capsys, options):

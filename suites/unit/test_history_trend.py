@@ -8,7 +8,6 @@ import math
 import pytest
 
 from harness.cli import OK, USAGE, main
-from harness.errors import UsageError
 from harness.history import find_runs, trend_of
 from harness.history.trend import Check, Point
 from suites.unit.synthetic_run import declaration
@@ -32,7 +31,7 @@ def points(*outcomes):
 def test_runs_are_found_below_folders_and_put_in_order(tmp_path):
     nights(tmp_path / "reports", ["passed"], ["passed"], ["passed"])
     runs, skipped = find_runs([tmp_path / "reports", tmp_path / "reports" / "run-2"])
-    assert [records.run["run_id"] for records in runs] == ["run-3", "run-2", "run-1"]
+    assert [one.records.run["run_id"] for one in runs] == ["run-3", "run-2", "run-1"]
     assert not skipped
 
 
@@ -164,6 +163,8 @@ def test_json_and_the_choice_of_runs(tmp_path, capsys):
     assert main(["history", str(tmp_path), "--last", "0"]) == USAGE
 
 
-def test_nothing_to_put_beside_each_other():
-    with pytest.raises(UsageError, match="no run could be read"):
-        trend_of([])
+def test_verdicts_are_not_kept(tmp_path):
+    """A year of nights with all of them would fill the memory."""
+    nights(tmp_path, ["passed"], ["failed"])
+    runs, _ = find_runs([tmp_path])
+    assert not any(case.verdicts for one in runs for case in one.records.cases)

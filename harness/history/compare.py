@@ -309,7 +309,10 @@ def why(case: CaseResult) -> str:
         if divergence and case.outcome in _BAD and divergence.get("sentence"):
             return str(divergence["sentence"])
     lines = (case.reason or case.message).strip().splitlines()
-    return lines[0] if lines else ""
+    errors = [
+        line[1:].strip() for line in lines if line.startswith("E ")
+    ]  # of a traceback as pytest writes it
+    return next(iter(errors or lines), "")
 
 
 def _boots(

@@ -44,7 +44,10 @@ def write_comparison(found: Comparison, target: Path | str) -> Path:
     target = Path(target)
     links = RunLinks(found.before, target), RunLinks(found.after, target)
     verdicts = {
-        kind: _alike_together([_verdict(change, links) for change in found.verdicts if change.kind == kind])
+        kind: _alike_together(
+            [_verdict(change, links) for change in found.verdicts if change.kind == kind],
+            ("check", "was", "now", "why"),
+        )
         for kind in ("worse", "better", "other")
     }
     values = {
@@ -63,7 +66,9 @@ def write_comparison(found: Comparison, target: Path | str) -> Path:
             for one in found.changes
         ],
         "verdicts": verdicts,
-        "growths": [_growth(growth, links) for growth in found.growths[:_MAX_ENTRIES]],
+        "growths": _alike_together(
+            [_growth(growth, links) for growth in found.growths], ("check", "label", "words")
+        ),
         "hungrier": [_hunger(hunger, links) for hunger in found.hungrier[:_MAX_ENTRIES]],
         "slower": [
             (
@@ -150,11 +155,11 @@ def _verdict(change: VerdictChange, links: tuple[RunLinks, RunLinks]) -> dict[st
     }
 
 
-def _alike_together(changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _alike_together(entries: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Cases of one check that went the same way for the same reason are told once, and the others named beneath."""
     told: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one in changes:
-        key = one["check"], one["was"], one["now"], one["why"]
+    for one in entries:
+        key = tuple(one[name] for name in names)
         if key in told:
             told[key]["others"].append(one)
         else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from harness.history.compare import Comparison, Growth, Hunger, Slower, VerdictChange
-    from harness.store import CaseResult
+    from harness.store import CaseResult, RunRecords
 
 __all__ = ["compare_text"]
 
@@ -37,8 +37,8 @@ def compare_text(found: Comparison, limit: int = 20) -> str:
 
 
 def _lines(found: Comparison, limit: int) -> Iterator[str]:
-    yield f"before  {run_name(found.before)}  {count(len(found.before.cases), 'case')}"
-    yield f"after   {run_name(found.after)}  {count(len(found.after.cases), 'case')}"
+    yield f"before  {_run(found.before)}"
+    yield f"after   {_run(found.after)}"
     for one in found.across:
         yield f"across  {one.name}" + (f": {one.before} and {one.after}" if one.before else "")
     yield from _changes(found, limit)
@@ -63,6 +63,12 @@ def _lines(found: Comparison, limit: int) -> Iterator[str]:
             yield from _section(f"cases only {run}", [*map(_missing, _grouped(cases))], limit, n=len(cases))
     yield ""
     yield headline(found)
+
+
+def _run(records: RunRecords) -> str:
+    ended = "" if records.end is not None else ", not ended"
+    damaged = f", {count(len(records.damaged), 'damaged line')}" if records.damaged else ""
+    return f"{run_name(records)}  {count(len(records.cases), 'case')}{ended}{damaged}"
 
 
 def _changes(found: Comparison, limit: int) -> Iterator[str]:

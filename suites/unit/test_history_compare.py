@@ -10,6 +10,7 @@ import pytest
 from harness.cli import BROKEN, OK, USAGE, main
 from harness.errors import UsageError
 from harness.history import Across, compare_runs, read_records
+from harness.history.compare import why
 from harness.history.figures import budgets, hook_figures
 from harness.history.growth import ALIKE, UNLIKE
 from harness.store import CaseResult
@@ -216,6 +217,22 @@ def test_a_skip_because_of_a_failure_is_as_bad_as_one(tmp_path):
     after = run(tmp_path / "b", outcomes=["skipped"], skip_class="upstream-failed", reason="boot")
     assert compared(before, after).worse
     assert not compared(after, before).worse
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({"message": "CaptureError: rows missing\nmore"}, "CaptureError: rows missing"),
+        (
+            {"message": "parity = <Parity object>\n\n    def test():\nE   assert 1 == 2\nE    where"},
+            "assert 1 == 2",
+        ),
+        ({"reason": "killed", "message": "x"}, "killed"),
+        ({}, ""),
+    ],
+)
+def test_why_in_a_line(case, says):
+    assert why(CaseResult("x", outcome="error", **case)) == says
 
 
 # --- budgets and time

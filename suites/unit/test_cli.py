@@ -209,7 +209,7 @@ def test_a_run_killed_early_is_rebuilt(tmp_path, capsys, kept):
 
 
 def test_a_verb_is_a_module_with_four_names():
-    assert set(cli.VERBS) == {"models", "doctor", "plan", "report", "compare", "history", "families"}
+    assert {"models", "doctor", "plan", "report", "compare", "history", "families"} <= set(cli.VERBS)
     for verb in cli.VERBS.values():
         assert verb.HELP
         assert not verb.HELP.endswith(".")

@@ -11,8 +11,8 @@ from harness.cli import BROKEN, OK, USAGE, main
 from harness.errors import UsageError
 from harness.history import Across, compare_runs, read_records
 from harness.history.compare import why
-from harness.history.figures import budgets, hook_figures
-from harness.history.growth import ALIKE, UNLIKE
+from harness.history.figures import HookFigure, budgets, hook_figures
+from harness.history.growth import ALIKE, UNLIKE, Spread
 from harness.store import CaseResult
 from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
 from suites.unit.synthetic_runs import rewrite, run, verdict_json
@@ -155,6 +155,73 @@ def test_baselines_that_repeat_to_the_bit_make_the_rule_strict(tmp_path):
     after = run(tmp_path / "b", verdict=lambda _: verdict_json(seed=1, scale=1.2))
     assert not compared(before, after).growths
     assert len(compared(before, after, baselines=[read_records(again)]).growths) == 4
+
+
+def figures(**shares):
+    return {
+        ("case", "label", hook): HookFigure(
+            "label", hook, 0, share, share, 1.0, 1.0, "aggregate", passed=True
+        )
+        for hook, share in shares.items()
+    }
+
+
+def test_the_spread_starts_from_the_largest_seen():
+    spread = Spread(figures(a=0.3), [figures(a=0.5), figures(a=0.4)])
+    assert spread.high(("case", "label", "a")) == 0.5
+    assert spread.limit(("case", "label", "a")) == pytest.approx(0.5 + 2 * 0.2)
+
+
+def test_a_hook_that_jumps_may_jump_as_far_again_and_others_may_not():
+    spread = Spread(figures(a=0.1, b=0.3), [figures(a=1.0, b=0.3)])
+    assert spread.limit(("case", "label", "a")) == pytest.approx(1.0 + 0.9)
+    assert spread.limit(("case", "label", "b")) == pytest.approx(0.3 + UNLIKE.step)
+
+
+def test_a_baseline_without_the_hook_measures_nothing_of_it():
+    spread = Spread(figures(a=0.3), [figures(b=0.9)])
+    assert spread.limit(("case", "label", "a")) == pytest.approx(0.35)
+
+
+def test_means_may_move_as_those_of_the_baselines_did():
+    names = "abcdef"
+    first, repeat = (figures(**dict.fromkeys(names, share)) for share in (0.3, 0.36))
+    assert Spread(first, [repeat]).rule.mean == pytest.approx(1.2**2)
+    assert Spread(repeat, [first]).rule.mean == pytest.approx(1.2**2)
+    assert Spread(first, [first]).rule.mean == 1.1
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value", "rule"),
+    [
+        ("versions", "torch", "2.14", UNLIKE),
+        ("versions", "harness", "9", ALIKE),
+        ("machine", "cpu", "another", UNLIKE),
+        ("machine", "memory_gib", 1.0, ALIKE),
+        ("env", "OMP_NUM_THREADS", "64", UNLIKE),
+        ("env", "VLLM_CACHE_ROOT", "/elsewhere", ALIKE),
+        ("project", "commit", "another", ALIKE),
+    ],
+)
+def test_what_may_round_otherwise(tmp_path, group, name, value, rule):
+    before, after = run(tmp_path / "a"), run(tmp_path / "b")
+
+    def changed(record):
+        if record["type"] == "run":
+            record["provenance"][group][name] = value
+        return record
+
+    rewrite(after, changed)
+    assert compared(before, after).rule is rule
+
+
+def test_nothing_known_is_not_alike(tmp_path):
+    def bare(record):
+        return {**record, "provenance": None} if record["type"] == "run" else record
+
+    folder = run(tmp_path / "a")
+    rewrite(folder, bare)
+    assert compared(folder, folder).rule is UNLIKE
 
 
 def test_the_rule_can_be_given(tmp_path):
@@ -303,6 +370,11 @@ def test_slower_counts_only_where_asked_for(tmp_path):
     assert [one.kind for one in found.slower] == ["all cases", *["case"] * 4, "all boots", "boot"]
     assert compared(before, after, timed=True).n_regressions == 7
     assert not compared(after, before).slower
+
+
+def test_twice_as_long_is_nothing_where_it_was_short(tmp_path):
+    before, after = run(tmp_path / "a", seconds=0.2), run(tmp_path / "b", seconds=1.0)
+    assert not compared(before, after).slower
 
 
 # --- pairing

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import cli
+from harness.cli import doctor
 from harness.models.cache import CACHE_ENV
 from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
 
@@ -89,9 +90,9 @@ def _machine(monkeypatch, *, absent=(), broken=(), device="cpu", vllm="0.32.0"):
             return None, "RuntimeError: operator does not exist"
         return {"torch": torch, "vllm.platforms": platforms}.get(name, object()), ""
 
-    monkeypatch.setattr(cli, "_attempt", attempt)
-    monkeypatch.setattr(cli, "_installed", lambda name: name not in absent)
-    monkeypatch.setattr(cli, "_version", lambda *names: vllm if names[0] == "vllm" else "1.0")
+    monkeypatch.setattr(doctor, "_attempt", attempt)
+    monkeypatch.setattr(doctor, "_installed", lambda name: name not in absent)
+    monkeypatch.setattr(doctor, "_version", lambda *names: vllm if names[0] == "vllm" else "1.0")
 
 
 def test_doctor_where_all_is_well(cache, monkeypatch, capsys):
@@ -141,7 +142,7 @@ def test_doctor_on_a_cache_that_cannot_be_written(tmp_path, monkeypatch, capsys)
 def test_a_package_that_breaks_on_import_is_said_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "breaks_on_import.py").write_text("raise RuntimeError('first\\nsecond')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert cli._attempt("breaks_on_import") == (None, "RuntimeError: first")
+    assert doctor._attempt("breaks_on_import") == (None, "RuntimeError: first")
 
 
 # --- report
@@ -179,3 +180,36 @@ def test_report(tmp_path, capsys, outcomes, status, says):
     assert says in verdict
     assert Path(path) == folder / "index.html"
     assert all((folder / name).is_file() for name in ("index.html", "cases.parquet", "results.parquet"))
+
+
+def test_a_killed_run_is_rebuilt(tmp_path, capsys):
+    """Killed in the middle of a record: what was on disk before it is reported, the running case is lost."""
+    folder = _run(tmp_path, ["passed"] * 3, end=False)
+    records = folder / "results.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
+    before = records.read_bytes()
+    assert cli.main(["report", str(folder)]) == cli.INCOMPLETE
+    assert "1 case lost" in capsys.readouterr().out
+    page = (folder / "index.html").read_text()
+    assert "1 line of results.jsonl cannot be read" in page
+    assert "the run has not ended" in page
+    assert records.read_bytes() == before
+    assert cli.main(["report", str(folder)]) == cli.INCOMPLETE  # and again, over what is there
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 4, 5])
+def test_a_run_killed_early_is_rebuilt(tmp_path, capsys, kept):
+    """After the run record, the declaration, the boot, the first start, the first case."""
+    folder = _run(tmp_path, ["passed"] * 3, end=False)
+    records = folder / "results.jsonl"
+    records.write_bytes(b"".join(records.read_bytes().splitlines(keepends=True)[:kept]))
+    assert cli.main(["report", str(folder)]) == (cli.INCOMPLETE if kept >= 4 else cli.NOTHING_RAN)
+    assert (folder / "index.html").is_file()
+
+
+def test_a_verb_is_a_module_with_four_names():
+    assert {"models", "doctor", "plan", "report", "compare", "history", "families"} <= set(cli.VERBS)
+    for verb in cli.VERBS.values():
+        assert verb.HELP
+        assert not verb.HELP.endswith(".")

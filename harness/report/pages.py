@@ -1,0 +1,85 @@
+"""Pages that stand beside the report of one run: the same style, one self-contained file each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from harness.errors import UsageError
+from harness.report.numbers import count, duration, ratio
+from harness.report.view import anchors
+from harness.report.visible import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from harness.store import RunRecords
+
+__all__ = ["RunLinks", "page", "write_page"]
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def page(template: str, values: Mapping[str, Any]) -> str:
+    """Fill a template of this package; everything in ``values`` that is no :class:`Markup` is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"count": count, "duration": duration, "ratio": ratio}
+    style = "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "runs.css"))
+    text = environment.get_template(template).render(style=Markup(style), **values)  # noqa: S704 - our own files
+    return visible(text)
+
+
+def write_page(text: str, target: Path | str) -> Path:
+    """Write a page so that a reader never meets half of one.
+
+    Raises:
+        UsageError: it cannot be written there, or is not named like a page: what lies there may be records.
+    """
+    target = Path(target)
+    if target.suffix not in {".html", ".htm"}:
+        msg = (
+            f"{str(target)!r} would be a page and is not named like one: name it {target.stem or 'page'}.html"
+        )
+        raise UsageError(msg)
+    partial = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        partial.write_bytes(text.encode())
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        msg = f"cannot write {str(target)!r}: {error.strerror or error}; name a file in a folder that can be written"
+        raise UsageError(msg) from error
+    return target
+
+
+class RunLinks:
+    """Addresses of a run's report and of its cases in it, as seen from a page beside it."""
+
+    def __init__(self, records: RunRecords, page: Path | str) -> None:
+        """Look whether the run has a report; without one every address is empty."""
+        index = records.folder.resolve() / "index.html"
+        self._index = ""
+        if index.is_file():
+            self._index = quote(os.path.relpath(index, Path(page).resolve().parent))
+        self._anchors = anchors(records.cases) if self._index else {}
+
+    @property
+    def index(self) -> str:
+        """The report."""
+        return self._index
+
+    def case(self, case_id: str) -> str:
+        """A case in it."""
+        anchor = self._anchors.get(case_id)
+        return f"{self._index}#{quote(anchor)}" if anchor else self._index

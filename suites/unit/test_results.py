@@ -112,3 +112,15 @@ def test_a_prefix_is_no_match():
         match_request_id("a", ["a-b-0123abcd", "a-0"])
     with pytest.raises(CaptureError, match="must match exactly one"):
         match_request_id("a", ["a-0123abcd", "a-4567abcd"])
+
+
+def test_a_step_that_is_the_whole_request_is_not_copied():
+    """The rows of most prompts come in one step: a copy of them would serve nothing."""
+    whole = rows(9)
+    joined = join_segments([Segment(0, whole)], 7, what="x")
+    assert torch.equal(joined, whole[:7])
+    assert joined.data_ptr() == whole.data_ptr()
+    with pytest.raises(CaptureError, match="1 of 10 rows"):
+        join_segments([Segment(0, whole)], 10, what="x")
+    with pytest.raises(CaptureError, match=r"1 of 9 rows were never captured \(positions 0\)"):
+        join_segments([Segment(1, whole)], 9, what="x")

@@ -12,7 +12,7 @@ from harness.errors import UsageError
 from harness.plan import Plan
 from harness.points import HookPoint, all_points, check_capture, nonfireable_points, select
 from harness.vllm.overlays import get_overlay
-from harness.vllm.wire import decode_tensor, encode_tensor
+from harness.vllm.wire import decode_tensor, encode_block, encode_tensor
 
 
 @given(n=st.integers(1, 40))
@@ -77,6 +77,17 @@ def test_wire_round_trip(dtype, shape):
     assert back.dtype == dtype
     assert torch.equal(back, tensor)
     back.zero_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_is_its_parts_one_after_the_other(dtype):
+    parts = [torch.randn(n, 6).to(dtype) for n in (3, 0, 5)]
+    block = encode_block([parts[0], parts[1].clone(), parts[2].flip(0)])
+    want = torch.cat([parts[0], parts[1], parts[2].flip(0)])
+    assert torch.equal(decode_tensor(block), want)
+    view = decode_tensor({**block, "data": bytes(block["data"])}, copy=False)
+    assert torch.equal(view, want)
+    assert encode_block([torch.empty(0, 6)])["shape"] == [0, 6]
 
 
 @pytest.mark.parametrize(

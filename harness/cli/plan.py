@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.models import resolve
     from harness.vllm.boot import check_boot, chosen_taps
 
-    path = str(resolve(arguments.model).fetch())
+    path = str(resolve(arguments.model).fetch_config())
     config, spec, dtype, length = check_boot(
         path,
         dtype=arguments.dtype,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.errors import UsageError
 from harness.models import smollm2
-from harness.models.cache import materialise
+from harness.models.cache import cache_dir, materialise
 from harness.models.checkpoint import has_tokenizer
 from harness.models.tiny import TINY_MODELS, TinyModel
 
@@ -41,6 +41,7 @@ class ModelSource:
     description: str  #: one line for a list
     get: Callable[[], Path]  #: what `fetch` calls
     has_tokenizer: bool | None = None  #: None: not on this machine yet, so not known before `fetch`
+    get_config: Callable[[], Path] | None = None  #: what `fetch_config` calls; None: `get`
 
     def fetch(self) -> Path:
         """Return the checkpoint's folder, building or downloading it first where that is needed.
@@ -49,6 +50,14 @@ class ModelSource:
             UsageError: it cannot be had; the message says why and what to do.
         """
         return self.get()
+
+    def fetch_config(self) -> Path:
+        """Return a folder with the model's config, downloading no weights for it.
+
+        Raises:
+            UsageError: it cannot be had; the message says why and what to do.
+        """
+        return (self.get_config or self.get)()
 
 
 def bundled() -> list[ModelSource]:
@@ -128,7 +137,11 @@ def _hub(repo: str) -> ModelSource:
             )
             raise UsageError(msg) from error
         return ModelSource(
-            name=repo, kind="hub", description=f"Hugging Face {repo}", get=lambda: _download(repo)
+            name=repo,
+            kind="hub",
+            description=f"Hugging Face {repo}",
+            get=lambda: _fetched(repo, _download),
+            get_config=lambda: _fetched(repo, _download_config),
         )
     return ModelSource(
         name=repo,
@@ -143,8 +156,20 @@ def _download(repo: str) -> Path:
     """Fetch a hub repository's config, safetensors weights and tokenizer."""
     from huggingface_hub import snapshot_download
 
+    return Path(snapshot_download(repo, allow_patterns=list(_HUB_PATTERNS)))
+
+
+def _download_config(repo: str) -> Path:
+    """Fetch its config alone. Not into the hub's own cache: a snapshot without weights there looks like a whole one."""
+    from huggingface_hub import hf_hub_download
+
+    folder = cache_dir() / "configs" / repo.replace("/", "--")
+    return Path(hf_hub_download(repo, "config.json", local_dir=folder)).parent
+
+
+def _fetched(repo: str, download: Callable[[str], Path]) -> Path:
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(_HUB_PATTERNS)))
+        return download(repo)
     except Exception as error:  # the client's errors span httpx, OSError and its own; each means: not had
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         msg = (

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from harness.errors import UsageError
 from harness.models import bundled, resolve
+from harness.models.cache import CACHE_ENV
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_bundled_names_are_unique_and_resolve_without_building(own_cache: Path) -> None:
@@ -81,3 +89,65 @@ def test_a_cached_hub_id_needs_no_network(hub_cache: Path) -> None:
     assert source.fetch() == snapshot
     (snapshot / "tokenizer.json").write_text("{}")
     assert resolve("owner/name").has_tokenizer
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of a hub as one file needs; notes what is asked for."""
+
+    asked: ClassVar[list[str]] = []
+    config = json.dumps({"model_type": "llama"}).encode()
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        found = self.path == "/owner/name/resolve/main/config.json"
+        self.send_response(200 if found else 404)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"1234"')
+        self.send_header("Content-Length", str(len(self.config)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(self.config)
+
+    def log_message(self, *_: object) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture
+def hub(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    """A hub on this machine, switched on; nothing of it is cached."""
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setenv(CACHE_ENV, str(hub_cache / "ours"))
+    Hub.asked.clear()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield Hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_plan_needs_no_weights(hub: type[Hub]) -> None:
+    source = resolve("owner/name")
+    folder = source.fetch_config()
+    assert (folder / "config.json").read_bytes() == hub.config
+    assert {path for path in hub.asked if "owner" in path} == {"/owner/name/resolve/main/config.json"}
+    assert resolve("owner/name").has_tokenizer is None, "a config alone must not be taken for a cached model"
+
+
+def test_a_config_that_cannot_be_had_says_so(hub: type[Hub]) -> None:
+    with pytest.raises(UsageError, match=r"'owner/other' could not be fetched from the hub"):
+        resolve("owner/other").fetch_config()
+
+
+def test_a_bundled_model_s_config_lies_with_it() -> None:
+    source = resolve("tiny-llama")
+    assert source.fetch_config() == source.fetch()

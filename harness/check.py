@@ -22,7 +22,7 @@ from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
 from harness.reference.run import teacher_forced
-from harness.routing import follow_routes
+from harness.routing import follow_routes, settle_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -289,6 +289,7 @@ class Parity:
         if not self.is_mixture:
             return
         sequences, rows = teacher_forced(prompts, result.new_tokens), result.rows_by_hook()
+        settle_routes(self, sequences, rows, edits)
         while follow_routes(
             self,
             sequences,

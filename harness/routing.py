@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from harness.reference.references import Pair
     from harness.reference.run import ReferenceRun
 
-__all__ = ["LOGITS", "follow_routes"]
+__all__ = ["LOGITS", "follow_routes", "settle_routes"]
 
 #: Under this name logits stand where hooks do.
 LOGITS = "logits"
@@ -35,7 +35,7 @@ _EXPLAINED = 0.5
 #: Most tokens of one sequence whose routes are followed; beyond it the routing itself is wrong.
 _MOST = 32
 #: So many of them are named in the record.
-_TOLD = 8
+_MOST_TOLD = 8
 
 
 def follow_routes(
@@ -66,20 +66,51 @@ def follow_routes(
     hook = next(one for one in verdict.hooks if not one.passed)
     found: list[tuple[int, _Tie]] = []
     for number in sorted({hook.worst.request, *verdict.failed_requests}):
-        ids, here = sequences[number], None if edits is None else [edits[number]]
-        of_this = {name: some[number] for name, some in rows.items()}
-        ties = _routes_said(parity, ids, here, of_this) or _route_tried(
-            parity, ids, here, hook, hook.row_errors[number], of_this
-        )
-        if ties:
-            parity.take(ids, here, tuple(tie.choice for tie in ties))
-            found += [(number, tie) for tie in ties]
+        one = _one(number, sequences, rows, edits)
+        ties = _routes_said(parity, *one) or _route_tried(parity, *one, hook, hook.row_errors[number])
+        found += _taken(parity, number, one, ties)
+    return _told(parity, found)
+
+
+def settle_routes(
+    parity: Parity, sequences: Sequence[Sequence[int]], rows: Captures, edits: Requests | None = None
+) -> None:
+    """Follow every token that went to other experts within noise, failed or not.
+
+    A flip to an expert of little weight may hide in a row's noise, and is large beside the change an edit makes.
+    """
+    if parity.is_mixture:
+        found: list[tuple[int, _Tie]] = []
+        for number in range(len(sequences)):
+            one = _one(number, sequences, rows, edits)
+            found += _taken(parity, number, one, _routes_said(parity, *one))
+        _told(parity, found)
+
+
+#: Token ids, edits and rows of one sequence.
+_One = tuple["Sequence[int]", "Requests | None", "Mapping[str, torch.Tensor]"]
+
+
+def _one(number: int, sequences: Sequence[Sequence[int]], rows: Captures, edits: Requests | None) -> _One:
+    here = None if edits is None else [edits[number]]
+    return sequences[number], here, {name: some[number] for name, some in rows.items()}
+
+
+def _taken(parity: Parity, number: int, one: _One, ties: Sequence[_Tie]) -> list[tuple[int, _Tie]]:
+    """Have the reference of one sequence follow these from now on."""
+    if ties:
+        parity.take(one[0], one[1], tuple(tie.choice for tie in ties))
+    return [(number, tie) for tie in ties]
+
+
+def _told(parity: Parity, found: Sequence[tuple[int, _Tie]]) -> bool:
+    """Put what was followed into the record; whether anything was."""
     if found:
         parity.note(
             "routing",
             followed=len(found),
             largest_share_of_what_noise_explains=max(tie.share(parity.k) for _, tie in found),
-            tokens=[f"request {number}, {tie}" for number, tie in found[:_TOLD]],
+            tokens=[f"request {number}, {tie}" for number, tie in found[:_MOST_TOLD]],
             claim=f"a margin within 2 x {parity.k:g} times the reference's own noise is decided by rounding",
         )
     return bool(found)
@@ -147,9 +178,9 @@ def _route_tried(
     parity: Parity,
     ids: Sequence[int],
     edits: Requests | None,
+    rows: Mapping[str, torch.Tensor],
     hook: HookVerdict,
     errors: Sequence[float],
-    rows: Mapping[str, torch.Tensor],
 ) -> list[_Tie]:
     """What is taken, and the near tie at a hook's worst row that takes most of its error away; empty if none does."""
     logits = hook.hook == LOGITS

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from harness.conventions import dtype_name
 from harness.errors import UsageError
 from harness.models import load_config, resolve
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    import torch
     from transformers import PreTrainedModel
 
     from harness.interventions import Edit, Requests
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 #: most.
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
+#: Parameters below which a forward is mostly the starting of kernels.
+_SMALL = 10_000_000
 #: Jittered realisations of R that every case gets.
 JITTERS = 2
 #: … and that requests get that fail with those: an ill-conditioned row's error is one draw, and a few can all be small.
@@ -290,7 +293,11 @@ class References:
     ) -> Entry:
         names = tree_of(model).points(model.config.num_hidden_layers, templates)
         choices = asked.choices if like is None else ()  # the truth's routing holds them already
-        with _jittered(model, role), _giving_weights(model, wanted=PATTERN in templates):
+        with (
+            _threads_for(model),
+            _jittered(model, role),
+            _giving_weights(model, wanted=PATTERN in templates),
+        ):
             run = run_reference(model, [asked.ids], names, [asked.edits], choices=choices, like=like)
         self.computed += 1
         # A further realisation mostly serves as a measure of noise in the captures; logits would double what is kept.
@@ -360,6 +367,17 @@ def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]
 def _model_role(role: Role) -> Role:
     """The jittered realisations run on R's own model."""
     return "truth" if role == "truth" else "same"
+
+
+@contextmanager
+def _threads_for(model: PreTrainedModel) -> Iterator[None]:
+    """Within it small models run on one thread: they are no faster on more, and ten times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if model.num_parameters() < _SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from harness.reference.experts import Choice, routed
 from harness.reference.load import load_model
 from harness.reference.references import MANY_JITTERS, References
 from harness.reference.run import forward_logits, run_reference
-from harness.routing import LOGITS, follow_routes
+from harness.routing import LOGITS, follow_routes, settle_routes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -240,6 +240,22 @@ def test_a_near_tie_decided_the_other_way_is_followed(folder, references, seen):
         f"position {swap.position}: to experts {swap.experts}, margin {margin:.2e}" in one for one in told
     )
     assert all(0 <= note["largest_share_of_what_noise_explains"] <= 1 for note in trial.notes)
+
+
+def test_what_hides_in_a_row_s_noise_is_settled_too(folder, references):
+    """No comparison failed, and yet the token is found: a change is judged by the difference of two such runs."""
+    trial = Trial(references, folder)
+    swap, _ = nearest_tie(trial.reference([IDS], NAMES))
+    gate = trial.router(swap.block).double()
+    run = engine_that_goes(trial, swap)
+    rows = {name: [one.clone() for one in run.captured[name]] for name in NAMES}
+    # The router's input as an engine that goes there by itself must have had it.
+    place = rows[MLP_IN.format(i=swap.block)][0][swap.position]
+    left = set(range(len(gate))) - set(swap.experts)
+    away = torch.stack([gate[list(swap.experts)].mean(dim=0) - gate[other] for other in left]).mean(dim=0)
+    place += (0.5 * place.norm() * away / away.norm()).to(place.dtype)
+    settle_routes(trial, [IDS], rows)
+    assert swap in trial.taken
 
 
 def test_several_ties_are_followed_one_after_the_other(folder, references):

@@ -55,13 +55,13 @@ def duration(seconds: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """``712 B``, ``1.07 MiB``: three digits and a unit."""
+    """``712 B``, ``1.07 MiB``, ``2,048 GiB``: three digits or whole units."""
     value, unit = n_bytes, "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < _KIB or unit == "GiB":
             break
         value /= _KIB
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+    return f"{value:.3g} {unit}" if unit != "B" and abs(value) < _THOUSAND else f"{value:,.0f} {unit}"
 
 
 def count(number: int, noun: str) -> str:

@@ -43,8 +43,9 @@ const show = () => {
   const left = chosen.length - Math.min(limit, chosen.length);
   more.hidden = !left;
   more.textContent = `Show ${Math.min(left, PAGE)} more of ${left.toLocaleString("en")}`;
-  counted.textContent = chosen.length === cases.length ? `${cases.length.toLocaleString("en")} cases`
-    : chosen.length ? `${chosen.length.toLocaleString("en")} of ${cases.length.toLocaleString("en")} cases` : "no case is like that";
+  const all = `${cases.length.toLocaleString("en")} ${cases.length === 1 ? "case" : "cases"}`;
+  counted.textContent = chosen.length === cases.length ? all
+    : chosen.length ? `${chosen.length.toLocaleString("en")} of ${all}` : "no case is like that";
   for (const head of table.tHead.rows[0].cells) {
     if (head.dataset.key === key) head.setAttribute("aria-sort", sorting.startsWith("-") ? "descending" : "ascending");
     else head.removeAttribute("aria-sort");

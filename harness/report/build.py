@@ -33,7 +33,7 @@ __all__ = ["build_report", "render"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: Scripts of the page: the first runs before anything is drawn.
-_SCRIPTS = {"early": ("theme.js",), "late": ("unpack.js", "figures.js", "list.js", "page.js")}
+_SCRIPTS = {"early": ("theme.js",), "late": ("heat.js", "panel.js", "unpack.js", "list.js", "page.js")}
 #: Outcomes that are told at the top of the page, the first of them without a click and without the script. Only so
 #: many, because a run with everything broken must open too.
 URGENT = ("failed", "error", "lost", "not-run")

@@ -194,7 +194,7 @@ def test_a_cell_over_the_bound_never_looks_as_if_on_it(value: float | None, expe
 
 
 def test_script_and_page_mean_the_same_by_a_cell() -> None:
-    script = (Path(harness.report.__file__).parent / "templates" / "figures.js").read_text()
+    script = (Path(harness.report.__file__).parent / "templates" / "heat.js").read_text()
     assert f'const ALPHABET = "{ALPHABET}";' in script
     assert f"const ONE = {ONE};" in script
 

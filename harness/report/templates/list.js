@@ -24,6 +24,7 @@ const byAnchor = new Map(cases.filter((one) => one.row.dataset.body).map((one) =
 let sorting = "";
 let limit = PAGE;
 let chosen = [];
+let pinned = null;
 
 const wanted = () => {
   const words = form.elements.q.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -38,7 +39,10 @@ const show = () => {
     const sign = sorting.startsWith("-") ? -1 : 1;
     chosen.sort((a, b) => sign * compare(a[key], b[key]) || a.order - b.order);
   }
-  const rows = chosen.slice(0, limit).flatMap((one) => (one.opened ? [one.row, one.opened] : [one.row]));
+  // A case that was asked for by its address and lies further down stands first.
+  const first = chosen.slice(0, limit);
+  if (pinned && !first.includes(pinned)) first.unshift(pinned);
+  const rows = first.flatMap((one) => (one.opened ? [one.row, one.opened] : [one.row]));
   body.replaceChildren(...rows);
   const left = chosen.length - Math.min(limit, chosen.length);
   more.hidden = !left;
@@ -74,6 +78,7 @@ const narrow = (found) => {
   const sort = found.get("sort") ?? "";
   sorting = COLUMNS.includes(sort.replace("-", "")) ? sort : "";
   limit = PAGE;
+  pinned = null;
   show();
 };
 const openCase = async (one) => {
@@ -103,9 +108,8 @@ const reveal = async (one) => {
     keepAddress(one.anchor);
     counted.textContent += ", all shown again for the case that was asked for";
   }
-  const place = chosen.indexOf(one);
-  if (place >= limit) {
-    limit = Math.ceil((place + 1) / PAGE) * PAGE;
+  if (!one.row.isConnected) {
+    pinned = one;
     show();
   }
   await openCase(one);
@@ -116,7 +120,7 @@ const reveal = async (one) => {
 };
 
 form.addEventListener("submit", (event) => event.preventDefault());
-form.addEventListener("input", () => { limit = PAGE; show(); keepAddress(); });
+form.addEventListener("input", () => { limit = PAGE; pinned = null; show(); keepAddress(); });
 form.addEventListener("reset", (event) => { event.preventDefault(); narrow(new URLSearchParams()); keepAddress(); });
 more.addEventListener("click", () => {
   const next = chosen[limit];

@@ -260,6 +260,18 @@ def test_it_works_by_keyboard_alone(page: Page, green: str) -> None:
     assert page.locator("tr.opened").count() == 0
 
 
+@pytest.mark.parametrize("width", [390, 760, 1300])
+def test_nothing_is_squeezed_away(page: Page, green: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(green)
+    assert page.locator("table.cases tbody a").first.evaluate("a => a.parentElement.clientWidth") > 150
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+        "wide tables scroll by themselves"
+    )
+    page.emulate_media(media="print")
+    assert page.locator("table.cases tbody a").first.evaluate("a => a.parentElement.clientWidth") > 0
+
+
 def test_what_breaks_is_told_without_the_script(browser: Browser, red: str) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()

@@ -251,3 +251,11 @@ def test_parameters_tell_cases_of_one_title_apart(tmp_path: Path) -> None:
     page = report(tmp_path, cases, [result(case) for case in cases])
     assert "[-1]" in page.words
     assert "[200]" in page.words
+
+
+def test_every_figure_says_what_it_is(red: Page) -> None:
+    heads = re.findall(r'<th scope="col"([^>]*)>([^<]+)', red.source + "".join(red.bodies))
+    for name in ("err(E)", "err(R)", "floor", "bound", "of bound", "k needed", "worst row", "ulps"):
+        told = {attributes for attributes, text in heads if text == name}
+        assert told, name
+        assert all("title=" in attributes for attributes in told), name

@@ -81,6 +81,7 @@ class Panel {
     cell.colSpan = row.cells.length;
     this.tell(hook, cell);
     row.after(more);
+    more.scrollIntoView({ block: "nearest" });
   }
   tell(hook, cell) {
     const gates = this.gates.find((one) => one.dataset.gates === hook);
@@ -91,7 +92,8 @@ class Panel {
       const list = document.createElement("p");
       list.className = "note";
       const { names } = this.heat;
-      list.textContent = `Worst rows${names[at] === hook ? "" : ` of block ${names[at]}`}, request:position: `
+      list.textContent = `Worst rows${names[at] === hook ? "" : ` of block ${names[at]}`}, request:position, by the bound of `
+        + "the worst-row gate (each row is judged by its own): "
         + this.heat.worst(at).map(([column, code]) => `${this.heat.place(column)}, ${inWords(code)}`).join("; ");
       cell.append(list);
     }

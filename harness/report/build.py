@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from harness.errors import HarnessError
-from harness.report import overview
-from harness.report.figures import HEAT_LEVELS
-from harness.report.numbers import count
-from harness.report.view import anchors, case_view
+from harness.provenance import redact_text
+from harness.report import overview, setting
+from harness.report.budgets import bars
+from harness.report.matrix import NO_VALUE, matrix
+from harness.report.numbers import count, duration
+from harness.report.pack import Pack
+from harness.report.timing import boots_figure, model_times
+from harness.report.view import SEVERITY, anchors, case_view
 from harness.store import read_run, tally
 
 if TYPE_CHECKING:
@@ -27,8 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["build_report", "render"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
-#: Failures beyond these are shown closed and in brief: a run with everything broken must still open.
-_MAX_FULL = 12
+#: Scripts of the page: the first runs before anything is drawn.
+_SCRIPTS = {"early": ("theme.js",), "late": ("heat.js", "panel.js", "unpack.js", "list.js", "page.js")}
+#: Outcomes that are told at the top of the page, the first of them without a click and without the script. Only so
+#: many, because a run with everything broken must open too.
+URGENT = ("failed", "error", "lost", "not-run")
+_MAX_TOP, _MAX_OPEN = 12, 3
+#: Failures beyond these have fewer columns and no gates.
+_MAX_FULL = 60
+_MIN_SECRET = 12  # characters
 _LINK = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)\]]")
 #: Control characters (not tab and newline), lone surrogates, and those that reorder text on screen.
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
@@ -59,33 +71,50 @@ def build_report(folder: Path | str) -> Path:
 def render(records: RunRecords) -> str:
     """The page. The same records give the same bytes."""
     views = _views(records)
-    by_outcome = _by_outcome(views)
-    script = Markup((_TEMPLATES / "script.js").read_text(encoding="utf-8").strip())  # noqa: S704 - our own file
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = (
-        _environment()
-        .get_template("index.html.j2")
-        .render(
-            banner=overview.banner(records, views),
-            facts=overview.facts(records),
-            matrix=overview.matrix(views),
-            closest=overview.closest(views),
-            skips=overview.skips(views),
-            tally=tally(records),
-            run_id=str(records.run.get("run_id") or "unknown"),
-            damaged=records.damaged,
-            heat_levels=HEAT_LEVELS,
-            style=Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
-            script=script,
-            script_digest=digest,
-            **by_outcome,
-        )
+    environment, pack = _environment(), Pack()
+    urgent = [view for view in views if view.kind in URGENT][:_MAX_TOP]
+    on_top = {view.anchor for view in urgent}
+    body = environment.get_template("case.html.j2").module.body  # type: ignore[attr-defined] # a macro
+    by_check = environment.get_template("matrix.html.j2").module.table  # type: ignore[attr-defined] # a macro
+    engines = environment.get_template("setting.html.j2").module.engine_table  # type: ignore[attr-defined] # a macro
+    about = setting.facts(records)
+
+    def packed(html: str) -> str:
+        return pack.add(_clean(html))
+
+    order = sorted(views, key=lambda view: SEVERITY.index(view.kind))
+    closed = {view.anchor: packed(body(view, 4)) for view in urgent[_MAX_OPEN:]}
+    rows = [(view, "" if view.anchor in on_top else packed(body(view, 3))) for view in order]
+    scripts = {name: Markup(_script(*files)) for name, files in _SCRIPTS.items()}  # noqa: S704 - our own files
+    page = environment.get_template("index.html.j2").render(
+        banner=overview.banner(records, views),
+        facts=about,
+        failed=[view for view in urgent if view.kind == "failed"],
+        unjudged=[view for view in urgent if view.kind != "failed"],
+        closed=closed,
+        rows=rows,
+        choices=_choices(views),
+        matrix=matrix(views),
+        every_check=packed(by_check(matrix(views, by_check=True), "checks")) if views else "",
+        engine_body=packed(engines(about["engines"])) if about["engines"] else "",
+        closest=overview.closest(views),
+        bars=bars(views),
+        times=model_times(records),
+        boots=boots_figure(records.engines),
+        skips=overview.skips(views),
+        tally=tally(records),
+        run_id=str(records.run.get("run_id") or "unknown"),
+        damaged=records.damaged,
+        style=Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
+        scripts=scripts,
+        digests=[_digest(script) for script in scripts.values()],
+        packs=pack.texts(),
     )
-    return _INVISIBLE.sub("\ufffd", page)
+    return _clean(page)
 
 
 def _views(records: RunRecords) -> list[CaseView]:
-    """All cases; of those that could not be judged for the same reason (one engine that died), one tells it, opened."""
+    """All cases; of those that could not be judged for the same reason (one engine that died), one tells it."""
     names = anchors(records.cases)
     told: dict[str, str] = {}
     n_full = 0
@@ -94,26 +123,46 @@ def _views(records: RunRecords) -> list[CaseView]:
         story = case.message if case.outcome == "error" else ""
         first = told.setdefault(story, names[case.id]) if story else names[case.id]
         is_repeat = first != names[case.id]
-        full = case.outcome in ("failed", "error", "lost") and n_full < _MAX_FULL and not is_repeat
+        full = case.outcome in URGENT and n_full < _MAX_FULL and not is_repeat
         n_full += full
         view = case_view(case, names[case.id], full=full)
         views.append(replace(view, message="", same_as=first) if is_repeat else view)
     return views
 
 
-def _by_outcome(views: list[CaseView]) -> dict[str, Any]:
-    """Passing cases by model, in the matrix's order so that those of one cell lie together."""
-    passed: dict[str, list[CaseView]] = {}
-    for view in views:
-        if view.case.outcome == "passed":
-            passed.setdefault(view.case.model, []).append(view)
-    for group in passed.values():
-        group.sort(key=lambda v: (v.case.suite, v.case.check, v.case.dtype, v.case.mode, v.case.topology))
-    return {
-        "failed": [view for view in views if view.case.outcome == "failed"],
-        "unjudged": [view for view in views if view.case.outcome in ("error", "lost", "not-run")],
-        "passed": passed,
+def _choices(views: list[CaseView]) -> dict[str, list[tuple[str, int]]]:
+    """What the list can be narrowed to: column → values with the number of their cases."""
+    columns: dict[str, Counter[str]] = {
+        "outcome": Counter(view.kind for view in views),
+        **{
+            name: Counter(getattr(view.case, field) or NO_VALUE for view in views)
+            for name, field in (
+                ("suite", "suite"),
+                ("model", "model"),
+                ("dtype", "dtype"),
+                ("mode", "mode"),
+                ("ranks", "topology"),
+            )
+        },
     }
+    found = {name: sorted(counts.items()) for name, counts in columns.items()}
+    found["outcome"].sort(key=lambda item: SEVERITY.index(item[0]))
+    return found
+
+
+def _script(*files: str) -> str:
+    """Several files in one function of their own, as one inline script."""
+    text = "\n".join((_TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
+    return f'"use strict";\n(() => {{\n{text}\n}})();'
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _clean(html: str) -> str:
+    """No characters that hide or reorder text, and nothing that looks like a token."""
+    return _INVISIBLE.sub("\ufffd", redact_text(html))
 
 
 def _environment() -> Environment:
@@ -123,14 +172,22 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_masked,
     )
     environment.filters["linked"] = _linked
     environment.filters["count"] = count
+    environment.filters["duration"] = duration
     return environment
+
+
+def _masked(value: Any) -> Any:
+    """Values on their way into the page: long enough text loses what looks like a secret in it."""
+    return redact_text(value) if type(value) is str and len(value) >= _MIN_SECRET else value
 
 
 def _linked(text: str) -> Markup:
     """Escaped text in which web addresses can be followed."""
+    text = redact_text(text)
     parts, end = [], 0
     for match in _LINK.finditer(text):
         address = escape(match[0])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["count", "duration", "ratio", "sci", "ulps"]
+__all__ = ["count", "duration", "ratio", "sci", "size", "ulps"]
 
 _NEAR_ONE = 0.005
 _TEN, _THOUSAND, _HUGE = 10, 1000, 1e5
 _MINUTE_S = 60
+_KIB = 1024
 
 
 def sci(value: float) -> str:
@@ -51,6 +52,16 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), _MINUTE_S)
     return f"{minutes} min {rest} s"
+
+
+def size(n_bytes: float) -> str:
+    """``712 B``, ``1.07 MiB``, ``2,048 GiB``: three digits or whole units."""
+    value, unit = n_bytes, "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < _KIB or unit == "GiB":
+            break
+        value /= _KIB
+    return f"{value:.3g} {unit}" if unit != "B" and abs(value) < _THOUSAND else f"{value:,.0f} {unit}"
 
 
 def count(number: int, noun: str) -> str:

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.report.figures import depth_figure, heat_map
+from harness.report.depth import depth_figure
+from harness.report.heat import heat_map
 from harness.report.maps import paired_maps
 from harness.report.numbers import count, duration, ratio, sci, ulps
 from harness.report.ranks import layout_caption, layout_figure
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
     from harness.store import CaseResult, HookRow
 
-__all__ = ["ICONS", "CaseView", "Comparison", "anchors", "case_view", "comparisons"]
+__all__ = ["ICONS", "SEVERITY", "CaseView", "Comparison", "anchors", "case_view", "comparisons"]
 
 ICONS = {"passed": "✓", "failed": "✗", "skipped": "\N{EN DASH}", "error": "!", "lost": "!", "not-run": "!"}
-_HEAT_PASSING, _HEAT_FAILING = (40, 40), (120, 120)  # rows, columns
+#: Outcomes, worst first.
+SEVERITY = ("failed", "error", "lost", "not-run", "passed", "skipped")
+_HEAT_PASSING, _HEAT_FAILING = (128, 40), (128, 160)  # rows, columns
 _MAX_MESSAGE, _MAX_DETAILS = 4000, 24
 _BEFORE, _AFTER = 4, 8  # hooks shown before and from the first failure on
 _DRAWN = ("maps", "layout")  # details shown as figures
@@ -51,6 +54,7 @@ class Comparison:
     passed: bool
     k: float
     hooks: tuple[HookRow, ...]
+    gates: dict[str, list[Mapping[str, Any]]]  #: of each hook, as recorded
     sentence: str  #: where it began and what it looks like, empty if it passed
     notes: tuple[str, ...]
     measured: str  #: what was recorded beside the verdict, in one line
@@ -98,7 +102,8 @@ class CaseView:
     figures: list[tuple[str, Markup]]  #: caption and figure
     message: str
     passing: list[str] = field(default_factory=list)
-    opened: bool = False
+    outcome: str = ""  #: for a person: the class of a skip stands for it
+    kind: str = "error"  #: the outcome, one of :data:`SEVERITY`
     same_as: str = ""  #: anchor of the case that already shows this message
 
 
@@ -125,6 +130,9 @@ def comparisons(case: CaseResult) -> list[Comparison]:
             passed=bool(verdict.get("passed")),
             k=number(verdict.get("k")),
             hooks=tuple(hook_rows(verdict)),
+            gates={
+                str(hook.get("hook", "?")): hook.get("gates") or [] for hook in verdict.get("hooks") or ()
+            },
             sentence=_sentence(verdict),
             notes=tuple(map(str, verdict.get("notes") or ())),
             measured=short_values(entry.get("detail")),
@@ -160,7 +168,8 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
         details=_details(case),
         figures=_figures(case),
         message=shortened(case.message, _MAX_MESSAGE) if not _says_nothing_new(case.message, failed) else "",
-        opened=(full and case.outcome != "passed") or bool(_figures(case)),
+        outcome=(case.skip_class or case.outcome).replace("-", " "),
+        kind=case.outcome if case.outcome in SEVERITY else "error",
     )
 
 
@@ -206,7 +215,14 @@ def _panel(found: Sequence[Comparison], *, full: bool) -> Panel:
     source, _ = max(merged, key=lambda pair: pair[1].badness, default=(0, None))
     pictured = found[source]
     only = found[0] if len(found) == 1 else None
-    lines = [{**_cells(row), "source": index + 1} for index, row in merged]
+    lines = [
+        {
+            **_cells(row),
+            "source": index + 1,
+            "gates": _gates(found[index].gates.get(row.hook, ())) if full else [],
+        }
+        for index, row in merged
+    ]
     k = {f"{comparison.k:g}" for comparison in found}
     return Panel(
         title=only.label if only else count(len(found), "comparison"),
@@ -245,6 +261,30 @@ def _merged(found: Sequence[Comparison]) -> list[tuple[int, HookRow]]:
     return [best[hook] for hook in order]
 
 
+def _gates(recorded: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All gates of one hook as text."""
+    lines = []
+    for gate in recorded:
+        where, channels = gate.get("where") or {}, gate.get("slice")
+        error, bound = number(gate.get("err_engine")), number(gate.get("bound"))
+        place = f"{where.get('request', 0)}:{where.get('position', 0)}" if where else ""
+        lines.append(
+            {
+                "passed": bool(gate.get("passed")),
+                "name": str(gate.get("name", "?")),
+                "place": place
+                or (f"channels {channels[0]} to {channels[1] - 1}" if channels else "all rows"),
+                "engine": sci(error),
+                "reference": sci(number(gate.get("err_reference"))),
+                "floor": sci(number(gate.get("floor"))),
+                "bound": sci(bound),
+                "ratio": ratio(error / bound) if bound else ratio(0.0 if error == 0 else math.inf),
+                "k": ratio(number(gate.get("required_k"))),
+            }
+        )
+    return lines
+
+
 def _cells(row: HookRow) -> dict[str, Any]:
     """One line of the table, as text."""
     name, _, channels = row.gate.partition(" [")
@@ -257,6 +297,7 @@ def _cells(row: HookRow) -> dict[str, Any]:
         "reference": sci(row.gate_reference),
         "floor": sci(row.gate_floor),
         "bound": sci(row.gate_bound),
+        "by": "R" if row.gate_reference >= row.gate_floor else "F",
         "ratio": ratio(row.ratio),
         "k": ratio(row.required_k),
         "at": f"{row.worst_request}:{row.worst_position}",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import random
+import re
 import tempfile
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from harness.parity.types import CaseVerdict, Divergence, Gate, HookVerdict, RowRef
 from harness.points import all_points
 from harness.report import build_report
+from harness.report.pack import SEPARATOR
 from harness.store import RunStore
 
 if TYPE_CHECKING:
@@ -242,7 +246,7 @@ def smoke_run(folder: Path, *, broken: bool = False, n_cases: int = 100) -> Path
 
 
 class Page(HTMLParser):
-    """What a reader's browser would make of the page."""
+    """What a reader's browser would make of the page, everything opened that is packed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -251,6 +255,13 @@ class Page(HTMLParser):
         self.text = ""
         self._raw = False
         self.feed(self.source)
+        self.bodies = [
+            piece
+            for pack in re.findall(r'class="pack">([^<]*)<', self.source)
+            for piece in zlib.decompress(base64.b64decode(pack)).decode().split(SEPARATOR)
+        ]
+        for piece in self.bodies:
+            self.feed(piece)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))

@@ -163,7 +163,9 @@ def test_everything_broken_still_opens(tmp_path: Path) -> None:
     cases = [declaration(n) for n in range(20)]
     verdicts = [smoke_verdict("bf16", i, "blocks.5.mlp.hook_out") for i in range(2)]
     page = report(tmp_path, cases, [result(case, "failed", verdicts) for case in cases])
-    assert len([a for a in page.all("details") if "open" in a]) == 12
+    assert len([a for a in page.all("details") if "open" in a]) == 3
+    assert len([a for a in page.all("details") if a.get("class") == "case failed"]) == 12
+    assert "The first 12 of 20." in page.words
     assert len(page.source.encode()) < 3_000_000
 
 
@@ -197,14 +199,17 @@ def _cells_of(page: Page, first: str) -> list[str]:
 
 
 def test_matrix_has_a_column_per_engine_and_leads_to_the_cases(red: Page) -> None:
-    links = [a for a in red.all("a") if str(a.get("class")).startswith("cell")]
-    assert {str(a["class"]) for a in links} == {"cell passed", "cell failed", "cell skipped"}
-    broken = [a["href"] for a in links if a["class"] == "cell failed"]
-    assert broken == [
+    cells = re.findall(r'<span class="(cell \S+)"><a href="([^"]+)">', red.source)
+    assert {kind for kind, _ in cells} == {"cell passed", "cell failed", "cell skipped"}
+    assert [href for kind, href in cells if kind == "cell failed"] == [
         "#case-suites-test_activations.py-test_chunked-smollm2-135m-bf16-eager-9",
         "#case-suites-test_activations.py-test_chunked-smollm2-135m-fp32-compiled-42",
     ]
+    assert "suite bf16 compiled bf16 eager fp32 compiled fp32 eager smollm2-135m" in red.words
     assert "check bf16 compiled bf16 eager fp32 compiled fp32 eager smollm2-135m" in red.words
+    assert "#outcome=passed&model=tiny-llama&suite=activations&dtype=fp32&mode=eager&ranks=tp1" in {
+        a.get("href") for a in red.all("a")
+    }
 
 
 def test_topology_is_a_column_only_where_there_are_several(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class VLLMBackend:
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            "architecture": self.driver.hf_config.architectures[0],
             "platform": current_platform.device_type,
             "runner": runner,
             "boot_seconds": round(self.driver.boot_seconds, 3),

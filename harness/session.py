@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.artifacts import save
 from harness.backend import load_backend
 from harness.errors import EngineError
 from harness.pool import Engine, EnginePool
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from harness.artifacts import Evidence
     from harness.backend import BootConfig
     from harness.models import ModelSource
     from harness.parity.types import CaseVerdict
@@ -39,6 +41,7 @@ class CaseLog:
     id: str
     started: float
     verdicts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    artifacts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class ParitySession:
@@ -214,6 +217,12 @@ class ParitySession:
             payload = verdict.to_json() if verdict is not None else None
             self.case.verdicts.append({"label": label, "verdict": payload, "detail": dict(detail)})
 
+    def keep(self, label: str, verdict: CaseVerdict, evidence: Evidence) -> None:
+        """Save what the running case's failed comparison is about; see :mod:`harness.artifacts`."""
+        if self.case is not None and not verdict.passed:
+            saved = save(self.folder, self.case.id, len(self.case.artifacts), label, verdict, evidence)
+            self.case.artifacts.append(saved)
+
     def end_case(self, outcome: str, **fields: Any) -> None:
         """Write what the running case found."""
         if self.case is None:
@@ -225,6 +234,7 @@ class ParitySession:
                 "outcome": outcome,
                 "seconds": round(time.monotonic() - self.case.started, 3),
                 "verdicts": self.case.verdicts,
+                **({"artifacts": self.case.artifacts} if self.case.artifacts else {}),
                 **fields,
             }
         )

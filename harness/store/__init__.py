@@ -7,11 +7,12 @@ One JSON object per line, each with a ``type``, on disk (fsync) before the next 
 ========== ===================================================================================================
 type       keys
 ========== ===================================================================================================
-run        schema, run_id, started (ISO 8601), command, argv, profile, k, seeds, provenance; again on a resume
-declared   cases: list of {id, suite, check, title, model, dtype, mode, topology, backend, engine, rerun}
+run        schema, run_id, started (ISO 8601), command, argv, profile, plan, k, seeds, provenance; again on a resume
+declared   cases: list of {id, suite, check, title, model, dtype, mode, topology, backend, engine, rerun, file, line}
 engine     id, config, boot_seconds, describe, log, error (null when it booted)
 started    id, time (ISO 8601)
-case       id, outcome, skip_class, reason, message, seconds, rerun, verdicts: list of {label, verdict, detail}
+case       id, outcome, skip_class, reason, message, seconds, rerun, verdicts: list of {label, verdict, detail},
+           artifacts: of failed comparisons, list of {label, call, tensors, bytes, hooks, left_out} (absent if none)
 end        exit_status (pytest's), counts, finished (ISO 8601)
 ========== ===================================================================================================
 

@@ -31,6 +31,8 @@ class CaseResult:
         rerun: the command line that runs just this case.
         declared: False for a case that ran without having announced itself.
         earlier: outcomes of attempts before the last, oldest first.
+        artifacts: what its failed comparisons left, see :func:`harness.artifacts.save`; paths are relative to the run.
+        file, line: where its test stands, relative to pytest's root; line 0 where that was not recorded.
     """
 
     id: str
@@ -52,6 +54,9 @@ class CaseResult:
     rerun: str = ""
     declared: bool = True
     earlier: tuple[str, ...] = ()
+    artifacts: tuple[Mapping[str, Any], ...] = ()
+    file: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ def _case(case_id: str, declaration: Mapping[str, Any] | None, events: list[dict
     labels["suite"] = labels["suite"] or "(undeclared)" * (declaration is None)
     finished = [event for event in events if event["type"] == "case"]
     common: dict[str, Any] = {**labels, "id": case_id, "declared": declaration is not None}
+    common |= {"file": _text(announced.get("file")), "line": int(announced.get("line") or 0)}
     if not events:
         return CaseResult(**common, reason="declared, but nothing was recorded of it")
     if events[-1]["type"] == "started":
@@ -161,6 +167,7 @@ def _case(case_id: str, declaration: Mapping[str, Any] | None, events: list[dict
         seconds=number(last.get("seconds")),
         verdicts=tuple(last.get("verdicts") or ()),
         earlier=tuple(_text(event.get("outcome")) for event in finished[:-1]),
+        artifacts=tuple(last.get("artifacts") or ()),
     )
 
 

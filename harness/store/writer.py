@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["OUTCOMES", "RESULTS", "SCHEMA", "SKIP_CLASSES", "RunStore", "ensure_writable"]
+__all__ = ["OUTCOMES", "RESULTS", "SCHEMA", "SKIP_CLASSES", "RunStore", "dump", "ensure_writable"]
 
 SCHEMA = 1
 RESULTS = "results.jsonl"
@@ -112,7 +112,7 @@ class RunStore:
             HarnessError: the disk refused it, or the store is closed.
         """
         _check(record)
-        data = (_dump(_compact(record)) + "\n").encode()
+        data = (dump(_compact(record)) + "\n").encode()
         with self._lock:
             if self._descriptor is None:
                 msg = f"{self.path} is closed: no more records can be appended"
@@ -259,7 +259,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_ROW_DIGITS}g}")
 
 
-def _dump(record: Mapping[str, Any]) -> str:
+def dump(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON, whatever is in the record; numbers JSON has no word for are strings."""
     try:
         return json.dumps(record, allow_nan=False, default=_plain, separators=(",", ":"))
     except (TypeError, ValueError):  # a number JSON has no word for, or a key that is no string

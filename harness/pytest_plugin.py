@@ -7,6 +7,7 @@ test asks for the ``parity`` fixture.
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import threading
 import time
@@ -262,6 +263,11 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep each phase's report, and tell an engine's failure from a broken parity."""
+    session, found = item.config.stash[SESSION], config_of(item)
+    if call.when == "call" and found is not None and session is not None and session.case is not None:
+        from harness.ci import properties
+
+        item.user_properties += properties(found, session.case.verdicts)
     report = yield
     phases = item.stash.get(_PHASES, None)
     if phases is not None:
@@ -300,10 +306,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 "vllm-parity: nothing ran: no engine of this plan is one these tests are for"
             )
         return
+    from harness.ci import publish
     from harness.summary import summary_lines
 
     terminalreporter.write_sep("=", "parity")
-    for line in summary_lines(run):
+    for line in (*summary_lines(run), *publish(run.folder, config.rootpath, os.environ)):
         terminalreporter.write_line(line)
 
 

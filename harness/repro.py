@@ -205,7 +205,8 @@ def _comparison(records: RunRecords, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {kept['hook']}: {verdict}"
         for gate in kept["gates"]:
             sign = "≤" if gate["passed"] else ">"
-            yield f"    {gate['name']}: err {figure(float(gate['err_engine']))} {sign} bound {figure(float(gate['bound']))}"
+            err, bound = (figure(float(gate[key])) for key in ("err_engine", "bound"))
+            yield f"    {gate['name']}: err {err} {sign} bound {bound}"
         names = ("engine", "truth", "noisiest")
         sides = {name: tensors[f"{kept['hook']}/{name}"].double() for name in names}
         for index, (request, row) in enumerate(kept["rows"][:_ROWS]):

@@ -85,7 +85,8 @@ def red_run(tmp_path_factory: pytest.TempPathFactory) -> RedRun:
         "GITHUB_REPOSITORY": "me/project",
         "GITHUB_RUN_ID": "7",
     }
-    arguments = ["--junit-xml", str(folder / "junit.xml"), "-o", "junit_family=xunit1"]
-    done = mini_suite.run(folder, *arguments, source=red_suite.SOURCE, env=github)
+    done = mini_suite.run(
+        folder, "--junit-xml", str(folder / "junit.xml"), source=red_suite.SOURCE, env=github
+    )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     return RedRun(folder, mini_suite.only_run(folder), done.stdout)

@@ -76,6 +76,13 @@ def conclude(phases: dict[str, pytest.TestReport]) -> dict[str, Any]:
             broken = phase.when == "call" and getattr(phase, "parity_broken", False)
             return {"outcome": "failed" if broken else "error", "message": str(phase.longrepr)}
     for phase in phases.values():
+        if bug := getattr(phase, "known_bug", None):
+            return {
+                "outcome": "skipped",
+                "skip_class": "known-bug",
+                "reason": bug,
+                "message": str(phase.longrepr),
+            }
         if phase.skipped:
             reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
             reason = reason.removeprefix("Skipped: ")

@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from harness.backend import MODES
+from harness.expectations import DEFAULT_FOLDER, Ledger, load
 from harness.plan import DEFAULT_MODELS, ONE_RANK, PROFILES, Plan
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     import pytest
 
-__all__ = ["AXES", "add_options", "asked_for", "plan_of"]
+__all__ = ["AXES", "add_options", "asked_for", "ledger_of", "plan_of"]
 
 DEFAULT_DTYPES = ("fp32", "bf16")
 #: Field of the plan → the option that sets it.
@@ -61,6 +63,11 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="runs are written below it. Default: %(default)s",
     )
+    group.addoption(
+        "--expectations",
+        metavar="DIR",
+        help=f"the ledger of known bugs. Default: {DEFAULT_FOLDER} below pytest's root, where there is one",
+    )
     group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
     group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
     group.addoption(
@@ -99,3 +106,15 @@ def plan_of(option: argparse.Namespace) -> Plan:
     """
     defaults = {"models": DEFAULT_MODELS, "dtypes": DEFAULT_DTYPES, "topologies": ONE_RANK}
     return Plan(**{**defaults, **asked_for(option)})
+
+
+def ledger_of(option: argparse.Namespace, root: Path) -> Ledger:
+    """The known bugs.
+
+    Raises:
+        UsageError: the ledger cannot be read.
+    """
+    if option.expectations is None:
+        default = root / DEFAULT_FOLDER
+        return load(default) if default.is_dir() else Ledger()
+    return load(root / option.expectations)

@@ -19,13 +19,15 @@ import pytest
 
 from harness.cases import case_id, conclude, config_of, declaration, rerun
 from harness.errors import CaptureError, HarnessError, UsageError
-from harness.options import add_options, asked_for, plan_of
+from harness.expectations import Ledger
+from harness.options import add_options, asked_for, ledger_of, plan_of
 from harness.plan import EVERY_POINT, Plan, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from harness.backend import BootConfig
+    from harness.expectations import Expectation
     from harness.resume import Resumed
     from harness.session import ParitySession
 
@@ -35,6 +37,7 @@ __all__ = ["SESSION"]
 EXIT_USAGE = 2
 PLAN = pytest.StashKey[Plan]()
 SESSION: pytest.StashKey[ParitySession | None] = pytest.StashKey()
+LEDGER = pytest.StashKey[Ledger]()
 RESUMED: pytest.StashKey[Resumed | None] = pytest.StashKey()
 #: Whether the run is nothing but tests that all its options together leave no engine for.
 NARROWED = pytest.StashKey[bool]()
@@ -57,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[RESUMED] = None
     try:
+        config.stash[LEDGER] = ledger_of(config.option, config.rootpath)
         if config.option.resume is None:
             config.stash[PLAN] = plan_of(config.option)
         else:
@@ -207,6 +211,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         run.open_store(
             [declaration(item, found, plan.profile) for item, found in cases], resumed=resumed is not None
         )
+        if entries := config.stash[LEDGER].entries:
+            run.write({"type": "expectations", "entries": [one.to_json() for one in entries]})
     except UsageError as error:
         _refuse(error)
     config.stash[SESSION] = run
@@ -254,7 +260,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         # Ctrl-C, or pytest told to exit: the case says so, for one without an end would look like a killed process.
         session.end_case("error", message=f"interrupted ({type(error).__name__})", rerun=again)
         raise
-    session.end_case(rerun=again, **conclude(item.stash[_PHASES]))
+    known = item.config.stash[LEDGER].of(case_id(item))
+    listed = {"expectation": f"{known.id} of {known.file}"} if known is not None else {}
+    session.end_case(rerun=again, **listed, **conclude(item.stash[_PHASES]))
     return result
 
 
@@ -276,8 +284,17 @@ def pytest_runtest_makereport(
             report.longrepr = f"{type(error).__name__}: {error}"
         broken = isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
         report.parity_broken = broken  # type: ignore[attr-defined]
+        if broken and report.when == "call" and session is not None and session.case is not None:
+            _excuse(report, item.config.stash[LEDGER].of(case_id(item)), session.case.verdicts)
         phases[report.when] = report
     return report
+
+
+def _excuse(report: Any, known: Expectation | None, verdicts: Sequence[Mapping[str, Any]]) -> None:
+    """Let pytest show a failure of the ledger as it shows an expected one."""
+    if known is not None and known.excuses(verdicts):
+        report.outcome, report.known_bug = "skipped", known.sentence
+        report.wasxfail = f"known bug: {known.sentence}"
 
 
 @pytest.hookimpl(tryfirst=True)

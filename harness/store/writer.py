@@ -28,6 +28,7 @@ SKIP_CLASSES = ("not-applicable", "no-hardware", "known-bug", "upstream-failed")
 _REQUIRED = {
     "run": {"run_id", "started"},
     "declared": {"cases"},
+    "expectations": {"entries"},
     "engine": {"id"},
     "started": {"id"},
     "case": {"id", "outcome"},

@@ -6,9 +6,11 @@ test asks for the ``parity`` fixture.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +24,7 @@ from harness.errors import CaptureError, HarnessError, UsageError
 from harness.expectations import Ledger
 from harness.options import add_options, asked_for, ledger_of, plan_of
 from harness.plan import EVERY_POINT, Plan, plain
+from harness.workers import Controller, is_controller, orders_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -58,20 +61,24 @@ def pytest_configure(config: pytest.Config) -> None:
         "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
         "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
     )
-    config.stash[RESUMED] = None
+    config.stash[SESSION] = None
     try:
         config.stash[LEDGER] = ledger_of(config.option, config.rootpath)
-        if config.option.resume is None:
-            config.stash[PLAN] = plan_of(config.option)
-        else:
-            config.stash[RESUMED] = found = _resumed(config.option)
-            config.stash[PLAN] = found.plan
+        orders = orders_of(config)
+        config.stash[RESUMED] = found = orders.resumed if orders else _resumed(config.option)
+        config.stash[PLAN] = found.plan if found else plan_of(config.option)
+        if is_controller(config) and not config.option.collectonly:
+            run = _new_session(config)
+            run.folder.mkdir(exist_ok=True)  # taken, so that no other run gets its name
+            publish = functools.partial(config.stash.__setitem__, SESSION)
+            config.pluginmanager.register(Controller(run, found, publish), "vllm-parity-controller")
     except UsageError as error:
         _refuse(error)
-    config.stash[SESSION] = None
 
 
-def _resumed(option: Any) -> Resumed:
+def _resumed(option: Any) -> Resumed | None:
+    if option.resume is None:
+        return None
     from harness.provenance import versions
     from harness.resume import find_run, resume
 
@@ -79,7 +86,10 @@ def _resumed(option: Any) -> Resumed:
     return resume(folder, asked_for(option), versions(), again_failed=option.resume_failed)
 
 
-def _refuse(error: Exception) -> Any:
+def _refuse(error: Exception, config: pytest.Config | None = None) -> Any:
+    if config is not None and orders_of(config):  # what a worker exits with is told to nobody
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"vllm-parity: {error}", file=sys.stderr, flush=True)  # noqa: T201
     pytest.exit(f"vllm-parity: {error}", returncode=EXIT_USAGE)
 
 
@@ -104,6 +114,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if resumed := config.stash[RESUMED]:
         kept, of_all = len(resumed.finished), len(resumed.declared)
         lines.append(f"resuming {resumed.folder}: {kept} of {of_all} cases keep their result")
+    if is_controller(config) and config.option.dist != "loadgroup":
+        lines.append("cases of one engine go to several workers, which each boot it: add --dist loadgroup")
     return lines
 
 
@@ -125,7 +137,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _refuse(error)
     if limits.get("every_point"):
         configs = [c.with_options(**EVERY_POINT) for c in configs]
-    metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
+    # A distributed run keeps the cases of a group on one worker.
+    group = pytest.mark.xdist_group if metafunc.config.pluginmanager.hasplugin("xdist") else None
+    params = [pytest.param(c, id=c.id, marks=[group(c.id)] if group else []) for c in configs]
+    metafunc.parametrize("parity", params, indirect=True, scope="function")
 
 
 def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
@@ -155,7 +170,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = resumed.left(ids)
         if foreign := resumed.foreign(ids):
             reporter = config.pluginmanager.getplugin("terminalreporter")
-            reporter.write_line(f"{foreign} of these are none of its cases, and are left out")
+            if reporter is not None:  # a worker of a distributed run has none
+                reporter.write_line(f"{foreign} of these are none of its cases, and are left out")
         _deselect(config, items, lambda item: config_of(item) is not None and case_id(item) not in left)
     elif config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
         _deselect(config, items, lambda item: item.get_closest_marker("slow") is not None)
@@ -189,35 +205,49 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     resumed = config.stash[RESUMED]
     if config.option.collectonly or not (cases or resumed):
         return
-    from harness.session import ParitySession
-    from harness.store import ensure_writable
-
     capture = config.pluginmanager.getplugin("capturemanager")
-    option, plan = config.option, config.stash[PLAN]
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(option.report_dir)
     try:
-        ensure_writable(folder)
-        run = ParitySession(
-            plan,
-            resumed.folder if resumed else _fresh(folder / f"{stamp}-{plan.profile}"),
-            argv=list(config.invocation_params.args),
-            uncaptured=capture.global_and_fixture_disabled,
-            boot_timeout=option.boot_timeout,
-            step_timeout=option.step_timeout,
-        )
+        run = _new_session(config)
         with capture.global_and_fixture_disabled():
             run.preflight({found.to_json(): found for _, found in cases}.values())
+        profile = config.stash[PLAN].profile
         run.open_store(
-            [declaration(item, found, plan.profile) for item, found in cases], resumed=resumed is not None
+            [declaration(item, found, profile) for item, found in cases],
+            how="join" if orders_of(config) else "resume" if resumed else "create",
         )
         if entries := config.stash[LEDGER].entries:
             run.write({"type": "expectations", "entries": [one.to_json() for one in entries]})
     except UsageError as error:
-        _refuse(error)
+        _refuse(error, config)
     config.stash[SESSION] = run
     if threading.current_thread() is threading.main_thread():
         config.stash[_BEFORE] = signal.signal(signal.SIGTERM, _terminated)
+
+
+def _new_session(config: pytest.Config) -> ParitySession:
+    """A run of this process, in a folder of its own, or in that of the run it is a part of.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    from harness.session import ParitySession
+    from harness.store import ensure_writable
+
+    option, plan = config.option, config.stash[PLAN]
+    below = Path(option.report_dir)
+    if known := orders_of(config) or config.stash[RESUMED]:
+        folder = known.folder
+    else:
+        ensure_writable(below)
+        folder = _fresh(below / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.profile}")
+    return ParitySession(
+        plan,
+        folder,
+        argv=list(config.invocation_params.args),
+        uncaptured=config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled,
+        boot_timeout=option.boot_timeout,
+        step_timeout=option.step_timeout,
+    )
 
 
 def _terminated(_number: int, _frame: Any) -> None:
@@ -301,6 +331,9 @@ def _excuse(report: Any, known: Expectation | None, verdicts: Sequence[Mapping[s
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Close every engine, write the report, and let a run that did less than it declared not be green."""
     run = session.config.stash.get(SESSION, None)
+    if run is not None and orders_of(session.config):
+        run.close()
+        return
     if run is None:
         if session.config.stash.get(NARROWED, False) and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.artifacts import save
 from harness.backend import load_backend
@@ -177,14 +177,15 @@ class ParitySession:
 
     # -- records ----------------------------------------------------------------------------------------------------
 
-    def open_store(self, cases: Sequence[Mapping[str, Any]], *, resumed: bool = False) -> None:
-        """Start the run's records, or go on with them, and say what is going to be run.
+    def open_store(
+        self, cases: Sequence[Mapping[str, Any]], *, how: Literal["create", "resume", "join"] = "create"
+    ) -> None:
+        """Start the run's records, go on with them or join those of other processes; say what is going to be run.
 
         Raises:
             UsageError: the folder cannot be written, holds another run's results, or another process is writing them.
         """
-        start = RunStore.resume if resumed else RunStore.create
-        self.store = start(
+        self.store = getattr(RunStore, how)(
             self.folder,
             {
                 "run_id": self.folder.name,

@@ -92,18 +92,19 @@ class RunStore:
         return store
 
     @classmethod
-    def join(cls, folder: Path | str) -> Self:
-        """Append to the run that another process has started and holds.
+    def join(cls, folder: Path | str, run_record: Mapping[str, Any]) -> Self:
+        """Append to a run that other processes write too; the first of them starts it.
 
         Raises:
-            UsageError: the folder holds no results.
+            UsageError: the folder cannot be written, or belongs to a run that is not shared.
         """
-        path = Path(folder) / RESULTS
-        try:
-            return cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
-        except OSError as error:
-            msg = f"report folder {folder} holds no {RESULTS} to add to ({error.strerror}): start a run first"
-            raise UsageError(msg) from error
+        folder = Path(folder)
+        ensure_writable(folder)
+        hold = _hold(folder, shared=True)
+        path = folder / RESULTS
+        store = cls(path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), hold)
+        store._write({"schema": SCHEMA, **run_record, "type": "run"}, only_if_empty=True)
+        return store
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record and return once it is on disk.
@@ -113,13 +114,18 @@ class RunStore:
             HarnessError: the disk refused it, or the store is closed.
         """
         _check(record)
-        data = (dump(_compact(record)) + "\n").encode()
+        self._write(_compact(record))
+
+    def _write(self, record: Mapping[str, Any], *, only_if_empty: bool = False) -> None:
+        data = (dump(record) + "\n").encode()
         with self._lock:
             if self._descriptor is None:
                 msg = f"{self.path} is closed: no more records can be appended"
                 raise HarnessError(msg)
             try:
                 with _locked(self._descriptor):
+                    if only_if_empty and os.fstat(self._descriptor).st_size:
+                        return
                     # A killed writer can leave half a line; it stays, but must not swallow the next record.
                     view = memoryview(data if _ends_a_line(self._descriptor) else b"\n" + data)
                     while view:
@@ -146,8 +152,8 @@ class RunStore:
         self.close()
 
 
-def _hold(folder: Path) -> int:
-    """Take a run's folder for this process, for as long as the returned descriptor is open.
+def _hold(folder: Path, *, shared: bool = False) -> int:
+    """Take a run's folder for this process, or for those that share it, while the returned descriptor is open.
 
     The lock is on the folder itself: nothing is left behind, and a killed process holds nothing.
 
@@ -156,7 +162,7 @@ def _hold(folder: Path) -> int:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         msg = f"report folder {folder} belongs to a run that is still going on: wait for its end, or stop it first"

@@ -21,6 +21,7 @@ from suites.unit import mini_suite
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+JOINED = {"run_id": "joined", "started": "2026-11-29T17:44:55+00:00"}
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0"}
 PLAN = {"profile": "smoke", "models": ["tiny-llama"], "dtypes": ["fp32"], "modes": ["eager"]}
 
@@ -178,19 +179,23 @@ def test_a_folder_that_is_being_written_is_refused(tmp_path: Path) -> None:
     with RunStore.resume(folder, {"run_id": "r1", "started": "now"}):
         with pytest.raises(UsageError, match="belongs to a run that is still going on"):
             RunStore.resume(folder, {"run_id": "r1", "started": "now"})
-        with RunStore.join(folder) as beside:
-            beside.append({"type": "declared", "cases": [{"id": "a"}]})
+        with pytest.raises(UsageError, match="belongs to a run that is still going on"):
+            RunStore.join(folder, JOINED)
+    with RunStore.join(folder, JOINED) as one, RunStore.join(folder, JOINED) as other:
+        one.append({"type": "declared", "cases": [{"id": "a"}]})
+        other.append({"type": "declared", "cases": [{"id": "a"}]})
+        with pytest.raises(UsageError, match="belongs to a run that is still going on"):
+            RunStore.resume(folder, JOINED)
     assert why_not_green(read_run(folder)) == ["1 case did not run", "nothing ran"]
-    with pytest.raises(UsageError, match=r"holds no results\.jsonl to add to"):
-        RunStore.join(tmp_path)
+    assert read_run(folder).run["run_id"] == "r1", "it was started already"
 
 
 def test_processes_that_append_at_once_lose_and_mix_nothing(tmp_path: Path) -> None:
-    folder = started(tmp_path / "r1")
+    folder = tmp_path / "r1"
     script = f"""
 import sys
 from harness.store import RunStore
-with RunStore.join({str(folder)!r}) as store:
+with RunStore.join({str(folder)!r}, {JOINED!r}) as store:
     for i in range(40):
         store.append({{"type": "case", "id": f"{{sys.argv[1]}}-{{i}}", "outcome": "passed", "message": "x" * 20000}})
 """
@@ -201,5 +206,7 @@ with RunStore.join({str(folder)!r}) as store:
     assert [writer.wait(120) for writer in writers] == [0, 0, 0]
     run = read_run(folder)
     assert run.damaged == ()
+    assert run.run["run_id"] == "joined"
+    assert (folder / "results.jsonl").read_text().count('"type":"run"') == 1
     assert len(run.cases) == 120
     assert all(len(case.message) == 20000 and not case.earlier for case in run.cases)

@@ -27,9 +27,8 @@ def config_of(item: pytest.Item) -> BootConfig | None:
 
 
 def case_id(item: pytest.Item) -> str:
-    """What the records call a case: pytest's node id, without the group that a distributed run adds to it."""
-    found = config_of(item)
-    return item.nodeid if found is None else item.nodeid.removesuffix(f"@{found.id}")
+    """What the records call a case: pytest's node id."""
+    return item.nodeid
 
 
 def declaration(item: pytest.Item, found: BootConfig, profile: str) -> dict[str, Any]:

@@ -137,10 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _refuse(error)
     if limits.get("every_point"):
         configs = [c.with_options(**EVERY_POINT) for c in configs]
-    # A distributed run keeps the cases of a group on one worker.
-    group = pytest.mark.xdist_group if metafunc.config.pluginmanager.hasplugin("xdist") else None
-    params = [pytest.param(c, id=c.id, marks=[group(c.id)] if group else []) for c in configs]
-    metafunc.parametrize("parity", params, indirect=True, scope="function")
+    metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
 
 
 def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:

@@ -1,13 +1,14 @@
 """A run on several pytest-xdist workers: each appends to the one record itself, the controller starts and ends it.
 
-With ``--dist loadgroup`` a case lands on the worker that owns its engine: the group is the engine. Workers write every
-line to the run's one ``results.jsonl`` under a lock, and to disk before the next case, so that a worker, or all of them,
-can be killed like a run in one process: the running case is lost and nothing else. Nothing has to be sent or merged.
+With ``--dist loadgroup`` a case lands on the worker that owns its engine. Which engine that is stands in the case's id;
+xdist's own way, a suffix written into private state of pytest's items, is lost on pytest 9.2. Workers write each line to
+the run's one ``results.jsonl`` under a lock, and to disk before the next case, so that a worker, or all of them, can be killed like a run in one process: the running case is lost and nothing else. Nothing has to be sent or merged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,13 @@ from harness.store.writer import RESULTS
 if TYPE_CHECKING:
     from harness.session import ParitySession
 
-__all__ = ["Controller", "Orders", "is_controller", "orders_of"]
+__all__ = ["Controller", "Orders", "engine_of", "is_controller", "orders_of"]
 
 _KEY = "vllm_parity"
+#: An engine's id inside a case's, see :attr:`harness.backend.BootConfig.id`.
+_ENGINE = re.compile(
+    r"[^\[\]]*-(?:fp|bf)\d+-(?:compiled|eager)-(?:tp\d+)?(?:pp\d+)?-step\d+(?:-\w+=[^-\]]*)*"
+)
 
 
 def is_controller(config: pytest.Config) -> bool:
@@ -31,6 +36,12 @@ def is_controller(config: pytest.Config) -> bool:
     option = config.option
     distributes = getattr(option, "dist", "no") != "no" and bool(getattr(option, "tx", None))
     return distributes and not hasattr(config, "workerinput")
+
+
+def engine_of(case: str) -> str | None:
+    """The engine's id in a case's, with whatever other parameters stand before it; None for a test without one."""
+    found = _ENGINE.search(case, case.find("[") + 1) if "[" in case else None
+    return found[0] if found else None
 
 
 class Orders:
@@ -82,6 +93,18 @@ class Controller:
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker where the records are, and what of a resumed run is left: the same for all of them."""
         node.workerinput[_KEY] = self._orders.to_worker()
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Keep the cases of an engine together, where xdist is asked to keep groups so."""
+        if config.option.dist != "loadgroup":
+            return None
+        from xdist.scheduler import LoadGroupScheduling
+
+        class ByEngine(LoadGroupScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                return engine_of(nodeid) or super()._split_scope(nodeid)
+
+        return ByEngine(config, log)
 
     @pytest.hookimpl(trylast=True)  # after the workers have been ended
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.store import is_green, read_run
+from harness.workers import engine_of
 from suites.unit import mini_suite
 
 pytest.importorskip("xdist", reason="not-applicable: pytest-xdist is not installed")
@@ -25,7 +26,9 @@ def test_one(parity):
 
 def test_two(parity):
     note(parity, "two")
-    if os.environ.get("DIE") == parity.config.short_dtype:
+    once = pathlib.Path(os.environ["NOTES"]).with_name("died")
+    if os.environ.get("DIE") == parity.config.short_dtype and not once.exists():
+        once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 def test_three(parity):
@@ -59,7 +62,8 @@ def test_a_run_on_two_workers_is_one_run(tmp_path: Path) -> None:
     assert run.damaged == ()
     assert all(case.declared and not case.earlier and "@" not in case.id for case in run.cases)
     assert all("@" not in case.rerun for case in run.cases)
-    kinds = Counter(json.loads(line)["type"] for line in (run.folder / "results.jsonl").open())
+    lines = (run.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    kinds = Counter(json.loads(line)["type"] for line in lines)
     assert (kinds["run"], kinds["started"], kinds["case"], kinds["end"]) == (1, 6, 6, 1)
     assert (run.folder / "index.html").is_file()
 
@@ -71,36 +75,53 @@ def test_a_run_on_two_workers_is_one_run(tmp_path: Path) -> None:
     assert 'name="engine"' in (tmp_path / "junit.xml").read_text()
 
 
-def test_a_killed_worker_loses_its_case_and_the_rest_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_its_case_and_nothing_else(tmp_path: Path) -> None:
     done = spread(tmp_path, DIE="bf16")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     run = read_run(mini_suite.only_run(tmp_path))
-    assert Counter(case.outcome for case in run.cases) == {"passed": 5, "lost": 1}
-    (lost,) = (case for case in run.cases if case.outcome == "lost")
-    assert (lost.check, lost.dtype) == ("two", "bf16")
+    assert run.damaged == ()
+    # xdist reports the crash as a failure, and gives the case to the next worker all the same.
+    assert Counter(case.outcome for case in run.cases) == {"passed": 6}
+    assert "pytest ended with exit status 1 though no case failed" in done.stdout
 
     again = spread(tmp_path, "--resume", "last")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "5 of 6 cases keep their result" in again.stdout
-    assert is_green(read_run(run.folder))
-    assert {path.stem for path in (tmp_path / "reports").iterdir()} == {run.folder.name}
+    assert "6 of 6 cases keep their result" in again.stdout
+    assert "parity holds" in again.stdout
+    assert {path.name for path in (tmp_path / "reports").iterdir()} == {run.folder.name}
 
-    nothing = spread(tmp_path, "--resume", "last")
-    assert nothing.returncode == 0, nothing.stdout + nothing.stderr
-    assert "parity holds" in nothing.stdout
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        ("s/t.py::test_a[tiny-llama-fp32-eager-tp1-step64]", "tiny-llama-fp32-eager-tp1-step64"),
+        (
+            "s/t.py::test_a[tiny-llama-bf16-compiled-tp2pp2-step16-33]",
+            "tiny-llama-bf16-compiled-tp2pp2-step16",
+        ),
+        (
+            "s/t.py::test_a[m~1a-fp16-eager-pp2-step64-hook_points=every-max_edit_programs=48-x]",
+            "m~1a-fp16-eager-pp2-step64-hook_points=every-max_edit_programs=48",
+        ),
+        ("s/t.py::test_a", None),
+        ("s/t.py::test_a[eager-step64]", None),
+    ],
+)
+def test_the_engine_is_read_from_the_id(case: str, engine: str | None) -> None:
+    assert engine_of(case) == engine
 
 
 def test_a_refusal_in_a_worker_is_heard(tmp_path: Path) -> None:
-    done = spread(tmp_path, "--topology", "tp2")
+    done = spread(tmp_path, "--backend", "nope")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "runs on one rank" in done.stdout + done.stderr
+    assert "no backend 'nope' is installed" in done.stdout + done.stderr
     assert list((tmp_path / "reports").iterdir()) == []
 
 
 def test_tests_without_engines_leave_no_run(tmp_path: Path) -> None:
     done = spread(tmp_path, source="def test_a(): pass\n")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "parity" not in done.stdout.partition("passed")[0].rpartition("plan:")[2].partition("\n")[2]
+    assert "= parity =" not in done.stdout
     assert list((tmp_path / "reports").iterdir()) == []
 
 

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.artifacts import Evidence
 from harness.backend import Topology
 from harness.edit_check import EditedCall, problems_of
-from harness.geometry import Geometry
 from harness.interventions import parse_interventions, plain_specs
 from harness.logit_check import logit_problems
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
-from harness.points import TEMPLATES, all_points, every_point, nonfireable_points, select
+from harness.points import nonfireable_points
 from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
 from harness.reference.run import teacher_forced
 from harness.routing import follow_routes, settle_routes
+from harness.subject import Subject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from harness.backend import BootConfig
-    from harness.conventions import Emission
     from harness.interventions import Requests
+    from harness.parity.rows import Captures
     from harness.parity.types import CaseVerdict
     from harness.pool import Engine
     from harness.reference.experts import Choice
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Parity"]
 
 
-class Parity:
+class Parity(Subject):
     """One engine and everything it is judged with.
 
     Attributes:
@@ -50,112 +50,9 @@ class Parity:
     """
 
     def __init__(self, session: ParitySession, config: BootConfig) -> None:
-        self._session = session
-        self.config = session.located(config)
+        super().__init__(session, config)
         #: The calls judged so far, so that a buffer left over from one of them is recognised.
         self._judged: list[tuple[str, dict[str, list[torch.Tensor]]]] = []
-
-    @property
-    def engine(self) -> Engine:
-        """The live engine."""
-        return self._session.engine(self.config)
-
-    @cached_property
-    def hf_config(self) -> Any:
-        """The model's Hugging Face config."""
-        from harness.models import load_config
-
-        return load_config(self.config.path)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids run from 0 to one below this."""
-        return int(self.hf_config.vocab_size)
-
-    @cached_property
-    def geometry(self) -> Geometry:
-        """The model's sizes."""
-        return Geometry.of(self.hf_config)
-
-    @property
-    def n_layers(self) -> int:
-        """Blocks of the model."""
-        return self.geometry.layers
-
-    @property
-    def width(self) -> int:
-        """Width of the residual stream."""
-        return self.geometry.width
-
-    @property
-    def k(self) -> float:
-        """How many times the reference's own error an engine may make."""
-        return self._session.k
-
-    def emission(self, hook: str) -> Emission:
-        """How a module of this model emits the value of ``hook``, at the engine's dtype."""
-        from harness.reference.weights import emission
-
-        return emission(self.config.path, hook, as_dtype(self.config.dtype))
-
-    @property
-    def profile(self) -> str:
-        """How much of the matrix this run covers: ``smoke``, ``full`` or ``nightly``."""
-        return self._session.plan.profile
-
-    @property
-    def examples(self) -> int:
-        """How many examples a property-based test tries in this profile."""
-        return self._session.plan.examples
-
-    @property
-    def hook_points(self) -> list[str]:
-        """What the engine must serve, whatever it says itself: the usual points, or those it was booted for."""
-        asked = self.config.options.get("hook_points")
-        if asked is None:
-            return all_points(self.n_layers)
-        return self.every_point if asked == "every" else select(asked, every_point(self.n_layers))
-
-    @cached_property
-    def every_point(self) -> list[str]:
-        """Every point that this family has on both sides, by the tables of both."""
-        from harness.reference.families import tree_of_config
-        from harness.vllm.overlays import get_overlay
-
-        overlay = get_overlay(self.hf_config.architectures[0])
-        missing = overlay.nonfiring_hooks(self.config.topology.tp)
-        both = [template for template in TEMPLATES if template not in missing]
-        return tree_of_config(self.hf_config).points(self.n_layers, both)
-
-    @property
-    def step(self) -> int:
-        """Tokens per step; longer prompts are served in chunks."""
-        return self.config.max_num_batched_tokens
-
-    @cached_property
-    def has_tokenizer(self) -> bool:
-        """Whether the checkpoint ships a tokenizer."""
-        from harness.models import has_tokenizer
-
-        return has_tokenizer(self.config.path)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer; a model without one makes the case not applicable."""
-        if not self.has_tokenizer:
-            self.not_applicable(f"{self.config.model} ships no tokenizer")
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.config.path)
-
-    def needs(self, module: str, what: str) -> None:
-        """Skip the case, in the class of missing machinery, unless a module can be imported here."""
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"no-hardware: {what}")
-
-    def not_applicable(self, reason: str) -> Any:
-        """Skip the case, in the class of things that make no sense for this model."""
-        pytest.skip(f"not-applicable: {reason}")
 
     def forward(
         self,
@@ -198,6 +95,14 @@ class Parity:
             verdict,
             {"prompt_lengths": [len(p) for p in prompts], "rows": result.lengths, **result.stats},
         )
+        self.keep(
+            label,
+            verdict,
+            prompts,
+            result.new_tokens,
+            lambda: self._sides(sequences, rows, names, edits),
+            edits,
+        )
         self._judged.append((f"the call before ({label})", truth))
         return verdict
 
@@ -228,6 +133,32 @@ class Parity:
             final_norm_weight=self.final_norm_weight,
         )
         return verdict, pair.truth.captured
+
+    def _sides(
+        self,
+        sequences: Sequence[Sequence[int]],
+        rows: dict[str, list[torch.Tensor]],
+        names: Sequence[str],
+        edits: Requests | None,
+    ) -> tuple[Captures, Captures, list[Captures]]:
+        pair = self.reference(sequences, names, edits=edits)
+        return rows, pair.truth.captured, [run.captured for run in pair.same]
+
+    def keep(
+        self,
+        label: str,
+        verdict: CaseVerdict,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: Sequence[Sequence[int]],
+        sides: Callable[[], tuple[Captures, Captures, Sequence[Captures]]],
+        edits: Requests | None = None,
+        *,
+        kind: str = "values",
+    ) -> None:
+        """Save what a failed comparison is about, see :class:`~harness.artifacts.Evidence`; nothing if it passed."""
+        if not verdict.passed:
+            evidence = Evidence(kind, self.config, prompts, new_tokens, edits, sides)
+            self._session.keep(label, verdict, evidence)
 
     def reference(
         self,
@@ -498,6 +429,9 @@ class _OnTrial(_OnEngine):
     def hook_points(self) -> list[str]:
         """What the broken engine says it serves."""
         return list(self._engine.supported_hook_points)
+
+    def keep(self, *_: Any, **__: Any) -> None:
+        """Nothing: that it is wrong is known, and was asked for."""
 
     def record(self, label: str, verdict: CaseVerdict | None, detail: dict[str, Any]) -> None:
         sentence = (

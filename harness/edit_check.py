@@ -27,7 +27,7 @@ from harness.points import BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from harness.check import Parity
     from harness.interventions import Requests
@@ -207,8 +207,21 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     if not verdict.passed:
         verdict = judge(_references(call, verdict.failed_requests)[0], explain=True)
     parity.record(f"{call.label}: values", verdict, _shape(call))
+    captured = call.edited.rows_by_hook()
+    same = [run.captured for run in with_edits.same]
+    _keep(call, "values", verdict, lambda: (captured, with_edits.truth.captured, same))
     if not verdict.passed:
         call.problems.append(f"edited values: {failure_message(verdict)}")
+
+
+def _keep(
+    call: EditedCall,
+    kind: str,
+    verdict: CaseVerdict,
+    sides: Callable[[], tuple[Captures, Captures, Sequence[Captures]]],
+) -> None:
+    label, tokens = f"{call.label}: {kind}", call.edited.new_tokens
+    call.parity.keep(label, verdict, call.prompts, tokens, sides, call.edits, kind=kind)
 
 
 def _kept(call: EditedCall) -> dict[str, torch.Tensor]:
@@ -272,6 +285,7 @@ def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     if not verdict.passed:
         verdict = judge(*sides(*_references(call, verdict.failed_requests)), explain=True)
     parity.record(f"{call.label}: change", verdict, _shape(call))
+    _keep(call, "change", verdict, lambda: (engine, truth, same))
     if not verdict.passed:
         call.problems.append(f"change made by the edits (edited - clean): {failure_message(verdict)}")
 

@@ -62,6 +62,9 @@ def logit_problems(
         verdict, truth, same = _judge(parity, sequences, rows, edits, again=verdict.failed_requests)
     figures = logit_figures(rows, truth, same, k=parity.k)
     parity.record(label, verdict, {"rows": figures.rows, **figures.to_json()})
+    sides = ({LOGITS: rows}, {LOGITS: truth}, [{LOGITS: one} for one in same])
+    # Decode tokens that were fed back stand in the sequences themselves.
+    parity.keep(label, verdict, sequences, [], lambda: sides, edits, kind=LOGITS)
     problems = [] if verdict.passed else [f"{label}: {failure_message(verdict)}"]
     wrong = [flip for flip in figures.flips if not flip.legitimate]
     problems += [

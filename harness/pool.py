@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from harness.backend import BootConfig
     from harness.results import ForwardResult
 
-__all__ = ["Engine", "EnginePool", "Listener"]
+__all__ = ["ENVIRONMENT", "Engine", "EnginePool", "Listener"]
 
 #: Defaults of an engine's process; what the caller's environment says wins.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -297,7 +297,7 @@ class EnginePool:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{config.id}.log"
         ours, theirs = self._context.Pipe()
-        environment = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+        environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
         process = self._context.Process(target=serve, args=(theirs, str(log), environment), name=config.id)
         with _environment(environment):
             process.start()

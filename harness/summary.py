@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,9 @@ def summary_lines(run: ParitySession) -> Iterator[str]:
             divergence = (entry.get("verdict") or {}).get("divergence")
             if divergence and case.outcome == "failed":
                 yield f"began: {case.id}: {divergence.get('sentence')}"
+    for case in records.cases:
+        if case.outcome == "skipped" and case.expectation:
+            yield f"known bug: {case.id}: {case.reason}"
     for (model, dtype), (ratio, mode, row) in _worst(records).items():
         yield (
             f"{model} {dtype}: worst {row.hook} ({mode}), {row.gate} err {row.gate_engine:.2e} is {ratio:.2f} of its "
@@ -82,4 +86,6 @@ def summary_lines(run: ParitySession) -> Iterator[str]:
         )
     problems = why_not_green(records)
     yield "not green: " + "; ".join(problems) if problems else "parity holds"
+    if total.lost or total.not_run or total.error:
+        yield f"the rest of it: pytest --resume {shlex.quote(str(run.folder))}"
     yield f"report: {run.folder / 'index.html'}"

@@ -10,7 +10,7 @@ from harness.parity.floor import ROUNDOFFS, SIGNIFICAND_BITS
 if TYPE_CHECKING:
     from harness.parity.types import CaseVerdict, Gate, HookVerdict
 
-__all__ = ["MAX_LINES", "failure_message", "summary_line"]
+__all__ = ["MAX_LINES", "failure_message", "figure", "summary_line"]
 
 MAX_LINES = 30
 #: Hooks in the table: the origin and the worst others.
@@ -20,7 +20,8 @@ _AROUND = 2
 _NOTES = 5
 
 
-def _number(value: float) -> str:
+def figure(value: float) -> str:
+    """An error in three digits."""
     if value == 0:
         return "0"
     return f"{value:.2e}" if math.isfinite(value) else "∞"
@@ -76,7 +77,7 @@ def _table(verdict: CaseVerdict, origin: int) -> list[str]:
     ]
     for hook in _chosen(verdict, origin):
         gate = hook.worst_gate
-        figures = [_number(x) for x in (gate.err_engine, gate.err_reference, gate.floor, gate.bound)]
+        figures = [figure(x) for x in (gate.err_engine, gate.err_reference, gate.floor, gate.bound)]
         mark = ">" if hook is verdict.hooks[origin] else ""
         rows.append((mark, hook.hook, gate.name, *figures, _times(gate.required_k), _where(gate)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -100,7 +101,7 @@ def _around(verdict: CaseVerdict, origin: int) -> list[str]:
         hook = verdict.hooks[index]
         grown = "" if hook.amplification is None else f", {_times(hook.amplification)} times the hook before"
         mark = ">" if index == origin else " "
-        lines.append(f"{mark} {hook.hook}: {_number(hook.err_engine)} ({_number(hook.err_reference)}){grown}")
+        lines.append(f"{mark} {hook.hook}: {figure(hook.err_engine)} ({figure(hook.err_reference)}){grown}")
     return lines
 
 

@@ -107,6 +107,16 @@ def why_not_green(records: RunRecords) -> list[str]:
         (total.repeated, "failed at first and passed only when repeated"),
     ]
     reasons = [f"{n} {'case' if n == 1 else 'cases'} {what}" for n, what in counts if n]
+    reasons += [
+        f"{case.id} passed and is listed as a known bug ({case.expectation}): take it off the list"
+        for case in records.cases
+        if case.outcome == "passed" and case.expectation
+    ]
+    reasons += [
+        f"known bug {entry.get('id')} of {entry.get('file')} expired on {entry.get('expires')}: renew or remove it"
+        for entry in records.expectations
+        if entry.get("expired")
+    ]
     if not total.executed:
         reasons.append("nothing ran")
     status = (records.end or {}).get("exit_status")

@@ -31,6 +31,9 @@ class CaseResult:
         rerun: the command line that runs just this case.
         declared: False for a case that ran without having announced itself.
         earlier: outcomes of attempts before the last, oldest first.
+        artifacts: what its failed comparisons left, see :func:`harness.artifacts.save`; paths are relative to the run.
+        expectation: the entry of the ledger of known bugs that is about it, if any.
+        file, line: where its test stands, relative to pytest's root; line 0 where that was not recorded.
     """
 
     id: str
@@ -52,6 +55,10 @@ class CaseResult:
     rerun: str = ""
     declared: bool = True
     earlier: tuple[str, ...] = ()
+    artifacts: tuple[Mapping[str, Any], ...] = ()
+    expectation: str = ""
+    file: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class RunRecords:
         run: the first ``run`` record; empty if even that was lost.
         cases: in the order they were declared, then any that were not.
         engines: the last record of each engine.
+        expectations: the ledger of known bugs, as it last was.
         end: the last ``end`` record, None while the run goes on or after it was killed.
         damaged: numbers of the lines that could not be read, from 1.
     """
@@ -70,6 +78,7 @@ class RunRecords:
     run: Mapping[str, Any]
     cases: tuple[CaseResult, ...]
     engines: tuple[Mapping[str, Any], ...] = ()
+    expectations: tuple[Mapping[str, Any], ...] = ()
     end: Mapping[str, Any] | None = None
     damaged: tuple[int, ...] = ()
 
@@ -79,6 +88,7 @@ class _Gathered:
     run: dict[str, Any] = field(default_factory=dict)
     declared: dict[str, dict[str, Any]] = field(default_factory=dict)
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    expectations: list[dict[str, Any]] = field(default_factory=list)
     events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     end: dict[str, Any] | None = None
 
@@ -86,9 +96,12 @@ class _Gathered:
         kind = record.get("type")
         if kind == "run":
             self.run = self.run or record
+            self.expectations = []  # a resumed run reads the ledger anew
             self.end = None  # a resumed run has not ended
         elif kind == "declared":
             self.declared.update({str(case["id"]): case for case in record["cases"]})
+        elif kind == "expectations":
+            self.expectations = [dict(entry) for entry in record["entries"]]
         elif kind == "engine":
             self.engines[str(record["id"])] = record
         elif kind in ("started", "case"):
@@ -125,6 +138,7 @@ def read_run(folder: Path | str) -> RunRecords:
         run=gathered.run,
         cases=tuple(_case(i, gathered.declared.get(i), gathered.events.get(i, [])) for i in ids),
         engines=tuple(gathered.engines.values()),
+        expectations=tuple(gathered.expectations),
         end=gathered.end,
         damaged=tuple(damaged),
     )
@@ -143,6 +157,7 @@ def _case(case_id: str, declaration: Mapping[str, Any] | None, events: list[dict
     labels["suite"] = labels["suite"] or "(undeclared)" * (declaration is None)
     finished = [event for event in events if event["type"] == "case"]
     common: dict[str, Any] = {**labels, "id": case_id, "declared": declaration is not None}
+    common |= {"file": _text(announced.get("file")), "line": int(announced.get("line") or 0)}
     if not events:
         return CaseResult(**common, reason="declared, but nothing was recorded of it")
     if events[-1]["type"] == "started":
@@ -161,6 +176,8 @@ def _case(case_id: str, declaration: Mapping[str, Any] | None, events: list[dict
         seconds=number(last.get("seconds")),
         verdicts=tuple(last.get("verdicts") or ()),
         earlier=tuple(_text(event.get("outcome")) for event in finished[:-1]),
+        artifacts=tuple(last.get("artifacts") or ()),
+        expectation=_text(last.get("expectation")),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 from harness.errors import HarnessError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["OUTCOMES", "RESULTS", "SCHEMA", "SKIP_CLASSES", "RunStore", "ensure_writable"]
+__all__ = ["OUTCOMES", "RESULTS", "SCHEMA", "SKIP_CLASSES", "RunStore", "dump", "ensure_writable"]
 
 SCHEMA = 1
 RESULTS = "results.jsonl"
@@ -27,6 +28,7 @@ SKIP_CLASSES = ("not-applicable", "no-hardware", "known-bug", "upstream-failed")
 _REQUIRED = {
     "run": {"run_id", "started"},
     "declared": {"cases"},
+    "expectations": {"entries"},
     "engine": {"id"},
     "started": {"id"},
     "case": {"id", "outcome"},
@@ -39,31 +41,37 @@ _PASSING_COLUMNS, _FAILING_COLUMNS = 40, 512
 
 
 class RunStore:
-    """Appends records to ``results.jsonl`` of one run; safe to call from several threads of one process."""
+    """Appends records to ``results.jsonl`` of one run.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        """Take over an open descriptor; use :meth:`create` or :meth:`resume`."""
+    Safe to call from several threads, and beside other processes' stores of the same run: each line is written under a
+    lock on the file, which the kernel lets go of however its holder dies.
+    """
+
+    def __init__(self, path: Path, descriptor: int, hold: int | None = None) -> None:
+        """Take over open descriptors; use :meth:`create`, :meth:`resume` or :meth:`join`."""
         self.path = path
         self._descriptor: int | None = descriptor
+        self._hold = hold
         self._lock = threading.Lock()
-        self._mid_line = False
 
     @classmethod
     def create(cls, folder: Path | str, run_record: Mapping[str, Any]) -> Self:
         """Start the results of a new run.
 
         Raises:
-            UsageError: the folder cannot be written, or already holds results.
+            UsageError: the folder cannot be written, already holds results, or is another process's.
         """
         folder = Path(folder)
         ensure_writable(folder)
+        hold = _hold(folder)
         path = folder / RESULTS
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
+            os.close(hold)
             msg = f"report folder {folder} already holds results of a run: resume it, or name another folder"
             raise UsageError(msg) from None
-        store = cls(path, descriptor)
+        store = cls(path, descriptor, hold)
         store.append({"schema": SCHEMA, **run_record, "type": "run"})
         return store
 
@@ -72,17 +80,30 @@ class RunStore:
         """Go on appending to a run that stopped early.
 
         Raises:
-            UsageError: the folder holds no results, or cannot be written.
+            UsageError: the folder holds no results, cannot be written, or the run has not stopped.
         """
         path = Path(folder) / RESULTS
         if not path.is_file():
             msg = f"report folder {folder} holds no {RESULTS} to resume: start a new run there instead"
             raise UsageError(msg)
         ensure_writable(Path(folder))
-        store = cls(path, os.open(path, os.O_WRONLY | os.O_APPEND))
-        # A killed writer can leave half a line; it stays, but must not swallow the next record.
-        store._mid_line = not path.read_bytes().endswith((b"", b"\n")[path.stat().st_size > 0])
+        store = cls(path, os.open(path, os.O_RDWR | os.O_APPEND), _hold(Path(folder)))
         store.append({"schema": SCHEMA, **run_record, "type": "run", "resumed": True})
+        return store
+
+    @classmethod
+    def join(cls, folder: Path | str, run_record: Mapping[str, Any]) -> Self:
+        """Append to a run that other processes write too; the first of them starts it.
+
+        Raises:
+            UsageError: the folder cannot be written, or belongs to a run that is not shared.
+        """
+        folder = Path(folder)
+        ensure_writable(folder)
+        hold = _hold(folder, shared=True)
+        path = folder / RESULTS
+        store = cls(path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), hold)
+        store._write({"schema": SCHEMA, **run_record, "type": "run"}, only_if_empty=True)
         return store
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -93,30 +114,34 @@ class RunStore:
             HarnessError: the disk refused it, or the store is closed.
         """
         _check(record)
-        data = (_dump(_compact(record)) + "\n").encode()
+        self._write(_compact(record))
+
+    def _write(self, record: Mapping[str, Any], *, only_if_empty: bool = False) -> None:
+        data = (dump(record) + "\n").encode()
         with self._lock:
             if self._descriptor is None:
                 msg = f"{self.path} is closed: no more records can be appended"
                 raise HarnessError(msg)
-            if self._mid_line:
-                data = b"\n" + data
-            self._mid_line = True
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self._descriptor, view) :]
-                os.fsync(self._descriptor)
+                with _locked(self._descriptor):
+                    if only_if_empty and os.fstat(self._descriptor).st_size:
+                        return
+                    # A killed writer can leave half a line; it stays, but must not swallow the next record.
+                    view = memoryview(data if _ends_a_line(self._descriptor) else b"\n" + data)
+                    while view:
+                        view = view[os.write(self._descriptor, view) :]
+                    os.fsync(self._descriptor)
             except OSError as error:
                 msg = f"cannot append to {self.path}: {error.strerror}; what was recorded before is kept"
                 raise HarnessError(msg) from error
-            self._mid_line = False
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file and let go of the folder; safe to call twice."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            for descriptor in (self._descriptor, self._hold):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._hold = None
 
     def __enter__(self) -> Self:
         return self
@@ -125,6 +150,43 @@ class RunStore:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _hold(folder: Path, *, shared: bool = False) -> int:
+    """Take a run's folder for this process, or for those that share it, while the returned descriptor is open.
+
+    The lock is on the folder itself: nothing is left behind, and a killed process holds nothing.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        msg = f"report folder {folder} belongs to a run that is still going on: wait for its end, or stop it first"
+        raise UsageError(msg) from None
+    except OSError:
+        pass  # a file system without locks: two runs in one folder are then the caller's to avoid
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Keep other processes from appending meanwhile, where the file system can."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _ends_a_line(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def ensure_writable(folder: Path | str) -> None:
@@ -204,7 +266,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_ROW_DIGITS}g}")
 
 
-def _dump(record: Mapping[str, Any]) -> str:
+def dump(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON, whatever is in the record; numbers JSON has no word for are strings."""
     try:
         return json.dumps(record, allow_nan=False, default=_plain, separators=(",", ":"))
     except (TypeError, ValueError):  # a number JSON has no word for, or a key that is no string

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+
+class RedRun(NamedTuple):
+    """A finished run whose cases failed."""
+
+    folder: Path  #: where it was started
+    run: Path  #: its records
+    stdout: str
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -61,3 +69,24 @@ def model(checkpoint: Path) -> PreTrainedModel:
     from harness.reference.load import load_model
 
     return load_model(checkpoint, "fp32")
+
+
+@pytest.fixture(scope="session")
+def red_run(tmp_path_factory: pytest.TempPathFactory) -> RedRun:
+    """A real run of `red_suite` on the reference backend, as a CI would start it. Tests only read it."""
+    from suites.unit import mini_suite, red_suite
+
+    folder = tmp_path_factory.mktemp("red")
+    github = {
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+        "GITHUB_WORKSPACE": str(folder.parent),
+        "GITHUB_SERVER_URL": "https://github.example",
+        "GITHUB_REPOSITORY": "me/project",
+        "GITHUB_RUN_ID": "7",
+    }
+    done = mini_suite.run(
+        folder, "--junit-xml", str(folder / "junit.xml"), source=red_suite.SOURCE, env=github
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    return RedRun(folder, mini_suite.only_run(folder), done.stdout)

@@ -1,0 +1,130 @@
+"""A run on several workers: cases stay with their engine, the records are whole, and there is one report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.store import is_green, read_run
+from harness.workers import engine_of
+from suites.unit import mini_suite
+
+pytest.importorskip("xdist", reason="not-applicable: pytest-xdist is not installed")
+
+SUITE = """
+import json, os, pathlib, signal
+
+def note(parity, name):
+    path = pathlib.Path(os.environ["NOTES"]) / f"{parity.config.id}-{name}.json"
+    path.write_text(json.dumps([parity.config.id, os.environ["PYTEST_XDIST_WORKER"]]))
+
+def test_one(parity):
+    note(parity, "one")
+
+def test_two(parity):
+    note(parity, "two")
+    once = pathlib.Path(os.environ["NOTES"]).with_name("died")
+    if os.environ.get("DIE") == parity.config.short_dtype and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def test_three(parity):
+    note(parity, "three")
+
+def test_without_an_engine():
+    pass
+"""
+TWO_ENGINES = ("--model", "tiny-llama", "--engine-mode", "eager", "--backend", "hf")
+SPREAD = ("-n", "2", "--dist", "loadgroup", "-p", "xdist")
+
+
+def spread(folder: Path, *arguments: str, source: str = SUITE, **env: str):
+    notes = folder / "notes"
+    notes.mkdir(exist_ok=True)
+    return mini_suite.run(folder, *SPREAD, *arguments, source=source, env={"NOTES": str(notes), **env})
+
+
+@pytest.fixture(autouse=True)
+def _two_engines(monkeypatch) -> None:
+    monkeypatch.setattr(mini_suite, "ONE_ENGINE", TWO_ENGINES)
+
+
+def test_a_run_on_two_workers_is_one_run(tmp_path: Path) -> None:
+    done = spread(tmp_path, "--junit-xml", str(tmp_path / "junit.xml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("parity holds") == 1
+    assert "6 cases declared, 6 executed, 0 failed" in done.stdout
+    run = read_run(mini_suite.only_run(tmp_path))
+    assert is_green(run)
+    assert run.damaged == ()
+    assert all(case.declared and not case.earlier and "@" not in case.id for case in run.cases)
+    assert all("@" not in case.rerun for case in run.cases)
+    lines = (run.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    kinds = Counter(json.loads(line)["type"] for line in lines)
+    assert (kinds["run"], kinds["started"], kinds["case"], kinds["end"]) == (1, 6, 6, 1)
+    assert (run.folder / "index.html").is_file()
+
+    where = [json.loads(path.read_text()) for path in (tmp_path / "notes").iterdir()]
+    workers = {engine: {worker for one, worker in where if one == engine} for engine, _ in where}
+    assert len(workers) == 2
+    assert all(len(owners) == 1 for owners in workers.values()), "an engine belongs to one worker"
+    assert 'name="worst_hook"' not in (tmp_path / "junit.xml").read_text()
+    assert 'name="engine"' in (tmp_path / "junit.xml").read_text()
+
+
+def test_a_killed_worker_costs_its_case_and_nothing_else(tmp_path: Path) -> None:
+    done = spread(tmp_path, DIE="bf16")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    run = read_run(mini_suite.only_run(tmp_path))
+    assert run.damaged == ()
+    # xdist reports the crash as a failure, and gives the case to the next worker all the same.
+    assert Counter(case.outcome for case in run.cases) == {"passed": 6}
+    assert "pytest ended with exit status 1 though no case failed" in done.stdout
+
+    again = spread(tmp_path, "--resume", "last")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "6 of 6 cases keep their result" in again.stdout
+    assert "parity holds" in again.stdout
+    assert {path.name for path in (tmp_path / "reports").iterdir()} == {run.folder.name}
+
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        ("s/t.py::test_a[tiny-llama-fp32-eager-tp1-step64]", "tiny-llama-fp32-eager-tp1-step64"),
+        (
+            "s/t.py::test_a[tiny-llama-bf16-compiled-tp2pp2-step16-33]",
+            "tiny-llama-bf16-compiled-tp2pp2-step16",
+        ),
+        (
+            "s/t.py::test_a[m~1a-fp16-eager-pp2-step64-hook_points=every-max_edit_programs=48-x]",
+            "m~1a-fp16-eager-pp2-step64-hook_points=every-max_edit_programs=48",
+        ),
+        ("s/t.py::test_a", None),
+        ("s/t.py::test_a[eager-step64]", None),
+    ],
+)
+def test_the_engine_is_read_from_the_id(case: str, engine: str | None) -> None:
+    assert engine_of(case) == engine
+
+
+def test_a_refusal_in_a_worker_is_heard(tmp_path: Path) -> None:
+    done = spread(tmp_path, "--backend", "nope")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "no backend 'nope' is installed" in done.stdout + done.stderr
+    assert list((tmp_path / "reports").iterdir()) == []
+
+
+def test_tests_without_engines_leave_no_run(tmp_path: Path) -> None:
+    done = spread(tmp_path, source="def test_a(): pass\n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "= parity =" not in done.stdout
+    assert list((tmp_path / "reports").iterdir()) == []
+
+
+def test_spreading_an_engine_is_advised_against(tmp_path: Path) -> None:
+    done = mini_suite.run(tmp_path, "-n", "2", "--collect-only")
+    assert "add --dist loadgroup" in done.stdout

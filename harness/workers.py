@@ -1,8 +1,10 @@
 """A run on several pytest-xdist workers: each appends to the one record itself, the controller starts and ends it.
 
-With ``--dist loadgroup`` a case lands on the worker that owns its engine. Which engine that is stands in the case's id;
-xdist's own way, a suffix written into private state of pytest's items, is lost on pytest 9.2. Workers write each line to
-the run's one ``results.jsonl`` under a lock, and to disk before the next case, so that a worker, or all of them, can be killed like a run in one process: the running case is lost and nothing else. Nothing has to be sent or merged.
+With ``--dist loadgroup`` a case lands on the worker that owns its engine. Which engine that is stands in the case's id:
+xdist's own way, a suffix written into private state of pytest's items, is lost on pytest 9.2.
+
+Workers write each line to the run's one ``results.jsonl`` under a lock, and to disk before the next case, so that a
+worker, or all of them, can be killed like a run in one process. Nothing has to be sent or merged.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class Controller:
             return None
         from xdist.scheduler import LoadGroupScheduling
 
-        class ByEngine(LoadGroupScheduling):
+        class ByEngine(LoadGroupScheduling):  # type: ignore[misc]
             def _split_scope(self, nodeid: str) -> str:
                 return engine_of(nodeid) or super()._split_scope(nodeid)
 

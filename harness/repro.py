@@ -10,8 +10,8 @@ from harness.artifacts import FOLDER
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     import torch
 

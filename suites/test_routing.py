@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from harness.points import MLP_IN, MLP_OUT
 from harness.prompts import of_length
-from harness.reference.weights import read_tensor
-from harness.vllm.overlays import get_overlay
 
 MIXTURES = ("tiny-mixtral", "tiny-qwen3moe")
 
 
-def router_logits(rows, gate):
-    """(n, experts) fp64 of rows (n, width)."""
-    return rows.double() @ gate.double().T
+def in_order(experts):
+    """The same experts, (n, k), ascending."""
+    return experts.sort(dim=1).values
 
 
 def chosen(logits, k):
-    """The experts of each row, in no order."""
-    return logits.topk(k, dim=1).indices.sort(dim=1).values
+    """The experts of each row of (n, experts), ascending."""
+    return in_order(logits.topk(k, dim=1).indices)
 
 
-def margins(logits, k):
-    """By how much each row's last chosen expert is ahead of the first that is not."""
-    ranked = logits.sort(dim=1, descending=True).values
-    return ranked[:, k - 1] - ranked[:, k]
+def margins(route):
+    """By how much each row's least of its experts is ahead of the best of the others; below zero where it is behind."""
+    logits = route.logits.double()
+    mine = torch.zeros_like(logits, dtype=torch.bool).scatter(1, route.experts, value=True)
+    return logits.masked_fill(~mine, torch.inf).amin(dim=1) - logits.masked_fill(mine, -torch.inf).amax(dim=1)
 
 
 @pytest.mark.parity(
@@ -38,25 +39,23 @@ def margins(logits, k):
 )
 def test_experts(parity):
     """What the gates are given sends tokens to the same experts, but within noise; the experts' outputs are judged."""
-    k = parity.hf_config.num_experts_per_tok
-    path = get_overlay(parity.hf_config.architectures[0]).mlp
-    dtype = getattr(torch, parity.config.dtype)
     prompts = [of_length(parity, n, seed=n) for n in (70, 33, 12)]
     with parity.variant(hook_points=[MLP_IN.replace("{i}", "*"), MLP_OUT.replace("{i}", "*")]) as wide:
         result = wide.forward(prompts)
+        wide.settle_routes(prompts, result)
+        alone = wide.reference(prompts, wide.hook_points, choices=[()] * len(prompts))
         pair = wide.reference(prompts, wide.hook_points)
         rows = agree = beyond = 0
-        for block in range(parity.n_layers):
-            gate = read_tensor(parity.config.path, f"{path.format(i=block)}.gate.weight").to(dtype)
-            hook = MLP_IN.format(i=block)
-            engine = router_logits(torch.cat(result.rows_by_hook()[hook]), gate)
-            truth = router_logits(torch.cat(pair.truth.captured[hook]), gate)
-            same = [router_logits(torch.cat(run.captured[hook]), gate) for run in pair.same]
-            noise = torch.stack([(one - truth).abs().amax(dim=1) for one in same]).amax(dim=0)
-            differ = (chosen(engine, k) != chosen(truth, k)).any(dim=1)
-            rows += len(differ)
-            agree += int((~differ).sum())
-            beyond += int((differ & (margins(truth, k) > 2 * parity.k * noise)).sum())
-        parity.note("routing", rows=rows, agree=agree / rows, beyond_noise=beyond)
+        for number, block in itertools.product(range(len(prompts)), range(parity.n_layers)):
+            given = result.rows_by_hook()[MLP_IN.format(i=block)][number].double()
+            route = pair.truth.routing[number][block]
+            went = chosen(given @ wide.router(block).double().T, route.experts.shape[1])
+            same = torch.stack([run.routing[number][block].logits.double() for run in pair.same])
+            noise = (same - route.logits.double()).abs().amax(dim=(0, 2))
+            rows += len(went)
+            agree += int((went == in_order(alone.truth.routing[number][block].experts)).all(dim=1).sum())
+            differ = (went != in_order(route.experts)).any(dim=1)
+            beyond += int((differ & ~(margins(route) <= 2 * parity.k * noise)).sum())
+        parity.note("routing of all rows", rows=rows, agree=agree / rows, beyond_noise=beyond)
         assert not beyond, f"{beyond} of {rows} rows would go to other experts by more than noise allows"
         wide.check(prompts, result)

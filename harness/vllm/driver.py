@@ -166,14 +166,15 @@ class VLLMDriver:
                 if rebuild
                 else self._logits.last_rows(outputs, call.prompts, lengths, **place)
             )
-        rebuilt = self._patterns.rebuilt(names, captured, **place)
+        found = self._patterns.rebuilt(names, captured, **place)
+        # Each hook's rows are let go of once they are padded, so that a call's captures never lie there twice.
+        found |= {
+            name: self._by_head(name, pad_rows(captured.pop(name), **place))
+            for name in names
+            if name not in found
+        }
         return ForwardResult(
-            {
-                name: rebuilt[name]
-                if name in rebuilt
-                else self._by_head(name, pad_rows(captured[name], **place))
-                for name in names
-            },
+            {name: found[name] for name in names},
             lengths,
             new_tokens,
             logits=logits,

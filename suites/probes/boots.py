@@ -23,6 +23,7 @@ def main():
 
     model, mode, kind, boots = (*sys.argv[1:], *("tiny-llama", "eager", "tapped", "6")[len(sys.argv) - 1 :])
     config = BootConfig(
+        backend="vllm",
         model=model,
         path=str(resolve(model).fetch()),
         dtype="float32",

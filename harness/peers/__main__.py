@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: every core"
     )
     parser.add_argument("--micro-batch", type=int, default=8, help="prompts per forward of peers that pad")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=300.0, help="one that took longer sits rounds out"
+    )
     parser.add_argument("--out", type=Path, default=Path("reports", "peers"), help="default %(default)s")
     parser.add_argument("--venvs", type=Path, default=ROOT / ".nox" / "peers", help="default %(default)s")
     parser.add_argument("--requirements", type=Path, default=ROOT / "requirements" / "peers")

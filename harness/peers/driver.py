@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import textwrap
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Launch", "Schedule", "run_peers"]
 
 logger = logging.getLogger(__name__)
+
+#: Characters of an error that are kept; the rest is in the peer's log.
+_ERROR = 400
 
 
 @dataclass(frozen=True)
@@ -205,5 +209,5 @@ def _names(file: Path) -> list[tuple[str, str]]:
 
 def _failed(record: PeerRecord, error: BaseException) -> None:
     text = str(error) if isinstance(error, EngineError) else f"its reply cannot be used: {error!r}"
-    record.state, record.error = FAILED, " ".join(text.split())
+    record.state, record.error = FAILED, textwrap.shorten(text, _ERROR, placeholder=" …")
     logger.warning("%s: %s", record.name, record.error)

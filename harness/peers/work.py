@@ -40,7 +40,7 @@ def make_task(
         "dtype": dtype,
         "threads": threads,
         "micro_batch": micro_batch,
-        "max_model_len": PREFILL + 129,
+        "max_model_len": PREFILL + 1,
         "max_num_batched_tokens": _STEP,
         "prompts": {"ragged": ragged, "prefill": [ids(PREFILL)], "warm-up": ragged[:8]},
     }

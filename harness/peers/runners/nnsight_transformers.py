@@ -36,5 +36,7 @@ class Trace(PaddedRunner):
 
 def boot(task: Mapping[str, Any]) -> Trace:
     """Load the checkpoint."""
-    model = TransformersModel(task["checkpoint"], dispatch=True, dtype=getattr(torch, task["dtype"]))
+    model = TransformersModel(
+        task["checkpoint"], task="text-generation", dispatch=True, dtype=getattr(torch, task["dtype"])
+    )
     return Trace(model, task)

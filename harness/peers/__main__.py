@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,12 @@ from harness.peers.catalogue import PEERS, Peer
 from harness.peers.driver import Launch, Schedule, run_peers
 from harness.peers.figure import bar_figure
 from harness.peers.judge import BOUNDS, truth_of
+from harness.peers.page import write_page
 from harness.peers.process import LAUNCH
 from harness.peers.record import FAILED, OK, PeerRecord, Run, write_run
 from harness.peers.text import markdown_table
 from harness.peers.venvs import make_venv
-from harness.peers.work import make_task, peer_environment
+from harness.peers.work import make_task, peer_environment, waited_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peer-seconds", type=float, default=300.0, help="one that took longer sits rounds out"
     )
     parser.add_argument("--out", type=Path, default=Path("reports", "peers"), help="default %(default)s")
+    parser.add_argument("--page", type=Path, help="write this Markdown page too, and its figure beside it")
     parser.add_argument("--venvs", type=Path, default=ROOT / ".nox" / "peers", help="default %(default)s")
     parser.add_argument("--requirements", type=Path, default=ROOT / "requirements" / "peers")
     parser.add_argument("--uv", help="the uv to install with; default: the one on PATH")
@@ -104,18 +107,37 @@ def _run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         lengths={name: [len(prompt) for prompt in prompts] for name, prompts in task["prompts"].items()},
         micro_batch=arguments.micro_batch,
+        step=task["max_num_batched_tokens"],
         bound=BOUNDS[arguments.dtype],
         machine=provenance.collect()["machine"],
     )
     truth = truth_of(arguments.model, task["prompts"]["ragged"][: schedule.judged])
+    before, began = waited_seconds(), time.monotonic()
     run.peers = run_peers(launches, task, arguments.out, truth=truth, bound=run.bound, schedule=schedule)
+    if before is not None and (after := waited_seconds()) is not None:
+        run.machine["waiting_percent"] = 100 * (after - before) / (time.monotonic() - began)
+    _write(run, arguments)
+    ran = [peer for peer in run.peers if peer.state != FAILED]
+    return int(not ran or any(peer.state not in (OK, "limit") for peer in ran))
+
+
+def _write(run: Run, arguments: argparse.Namespace) -> None:
     write_run(run, arguments.out / "peers.json")
     (arguments.out / "peers.md").write_text(markdown_table(run), encoding="utf-8")
     (arguments.out / "peers.svg").write_text(bar_figure(run), encoding="utf-8")
+    if arguments.page is not None:
+        write_page(run, arguments.page, command=_command(arguments))
     print(markdown_table(run))  # noqa: T201
     print(arguments.out / "peers.json")  # noqa: T201
-    ran = [peer for peer in run.peers if peer.state != FAILED]
-    return int(not ran or any(peer.state not in (OK, "limit") for peer in ran))
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What writes the page again; paths of one machine are left out."""
+    parts = ["nox -s peers --", f"--model {arguments.model}", f"--dtype {arguments.dtype}"]
+    parts += [f"--rounds {arguments.rounds}", f"--plain-rounds {arguments.plain_rounds}"]
+    if arguments.only:
+        parts.append(f"--only {' '.join(arguments.only)}")
+    return " ".join([*parts, f"--page docs/{arguments.page.name}"])
 
 
 def _launch(peer: Peer, arguments: argparse.Namespace) -> Launch:

@@ -106,8 +106,9 @@ class Run:
         model, dtype, threads: what ran.
         lengths: tokens per prompt, by name of the batch.
         micro_batch: prompts per forward of the peers that pad.
+        step: tokens per step of the engines.
         bound: largest relative error of a row that still counts as the right values.
-        machine: cores, CPU, memory.
+        machine: cores, CPU, memory; ``waiting_percent``: how often something runnable waited for a core meanwhile.
         peers: in the order they ran.
     """
 
@@ -117,6 +118,7 @@ class Run:
     threads: int
     lengths: dict[str, list[int]]
     micro_batch: int
+    step: int
     bound: float
     machine: dict[str, Any] = field(default_factory=dict)
     peers: list[PeerRecord] = field(default_factory=list)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["make_task", "peer_environment", "ragged_lengths"]
+__all__ = ["make_task", "peer_environment", "ragged_lengths", "waited_seconds"]
 
 RAGGED, SHORTEST, LONGEST, PREFILL = 64, 5, 120, 511
 _STEP = 2048
@@ -65,3 +63,12 @@ def peer_environment(threads: int, plugins: str = "") -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def waited_seconds() -> float | None:
+    """Seconds since the machine started in which something runnable waited for a core; None where nobody counts."""
+    try:
+        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
+        return int(text.split("total=")[1].split()[0]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None

@@ -20,6 +20,7 @@ from harness.peers.__main__ import main
 from harness.peers.driver import Launch, Schedule, run_peers
 from harness.peers.figure import bar_figure
 from harness.peers.judge import judge_values
+from harness.peers.page import write_page
 from harness.peers.process import LAUNCH, PeerProcess
 from harness.peers.runners.launch import Answers
 from harness.peers.runners.padding import in_micro_batches, rows_of
@@ -448,9 +449,17 @@ def a_run() -> Run:
     limit = PeerRecord("vllm", "plain", state="limit", rounds=[Round(0, "plain", "ragged", 1.5)])
     wrong = record("w", "<script>alert(1)</script>", 1.0, state="wrong", error="wrong from block 2 on")
     failed = PeerRecord("f", "absent | peer", state="failed", error="could not start")
-    peers = [limit, ours, record("b", "other", 8.0), wrong, failed]
     return Run(
-        "2026-01-01T00:00:00+00:00", "m", "float32", 2, {"ragged": [5, 6]}, 8, 1e-3, {"cores": 2}, peers
+        started="2026-01-01T00:00:00+00:00",
+        model="m",
+        dtype="float32",
+        threads=2,
+        lengths={"ragged": [5, 6], "prefill": [9]},
+        micro_batch=8,
+        step=64,
+        bound=1e-3,
+        machine={"cpu": "a CPU"},
+        peers=[limit, ours, record("b", "other", 8.0), wrong, failed],
     )
 
 
@@ -482,6 +491,20 @@ def test_the_table_has_every_peer_and_escapes_them():
     assert "1.98" in other  # 8.1 / 4.1 in the middle round
 
 
+def test_the_page_says_what_was_run_and_holds_table_and_figure(tmp_path):
+    run = a_run()
+    run.machine["waiting_percent"] = 3.2
+    write_page(run, tmp_path / "peers.md", command="nox -s peers")
+    text = (tmp_path / "peers.md").read_text()
+    assert markdown_table(run) in text
+    assert "nox -s peers" in text
+    assert "![seconds per peer](peers.svg)" in text
+    assert "2 prompts of 5 to 6 tokens" in text
+    assert "waited for a core 3 % of the time" in text
+    assert "up to 3 rounds" in text
+    assert (tmp_path / "peers.svg").read_text() == bar_figure(run)
+
+
 def test_the_figure_is_well_formed_and_escapes():
     tree = ET.fromstring(bar_figure(a_run()))
     texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
@@ -489,7 +512,7 @@ def test_the_figure_is_well_formed_and_escapes():
     bars = [node.get("class") for node in tree.iter("{http://www.w3.org/2000/svg}rect")]
     assert bars == ["bad", "ours", "bar"]  # fastest first; neither the limit nor the failed one has one
     assert "absent | peer" not in texts
-    assert bar_figure(Run("", "", "", 1, {}, 1, 1.0)) == ""
+    assert bar_figure(Run("", "", "", 1, {}, 1, 1, 1.0)) == ""
 
 
 @pytest.mark.parametrize("top", [0.03, 0.9, 1.0, 7.4, 99.0, 1234.0])

@@ -113,7 +113,16 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     truth = truth_of(arguments.model, task["prompts"]["ragged"][: schedule.judged])
     before, began = waited_seconds(), time.monotonic()
-    run.peers = run_peers(launches, task, arguments.out, truth=truth, bound=run.bound, schedule=schedule)
+    run.peers = [launch.record for launch in launches]
+    run_peers(
+        launches,
+        task,
+        arguments.out,
+        truth=truth,
+        bound=run.bound,
+        schedule=schedule,
+        after_round=lambda: write_run(run, arguments.out / "peers.json"),
+    )
     if before is not None and (after := waited_seconds()) is not None:
         run.machine["waiting_percent"] = 100 * (after - before) / (time.monotonic() - began)
     _write(run, arguments)

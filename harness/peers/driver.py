@@ -16,7 +16,7 @@ from harness.peers.process import PeerProcess
 from harness.peers.record import COLLECT, FAILED, LIMIT_ONLY, PLAIN, WRONG, PeerRecord, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -76,8 +76,9 @@ def run_peers(
     truth: Mapping[tuple[int, int], torch.Tensor],
     bound: float,
     schedule: Schedule,
+    after_round: Callable[[], object] | None = None,
 ) -> list[PeerRecord]:
-    """Boot all, warm them up, measure in rounds, judge their values.
+    """Boot all, warm them up, measure in rounds, judge their values in the first.
 
     Nothing that a peer does ends the run: it is listed with its own error.
 
@@ -88,6 +89,7 @@ def run_peers(
         truth: see :func:`harness.peers.judge.judge_values`, for the first prompts of the first batch.
         bound: what a row may err by.
         schedule: how much.
+        after_round: called when one has ended and the records have it, to keep what there is.
     """
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -113,10 +115,12 @@ def run_peers(
                 works = _works(launch, plain=number < schedule.plain_rounds)
                 # What is collected last is what is judged: the first batch.
                 _measure(launch, process, works, batches[::-1], number, schedule)
+                if number == 0:
+                    _judge(launch, process, folder, truth, bound, schedule)
             longest = max(longest, time.monotonic() - began)
             logger.info("round %d took %.0f s", number + 1, time.monotonic() - began)
-        for launch, process in running:
-            _judge(launch, process, folder, truth, bound, schedule)
+            if after_round is not None:
+                after_round()
     return [launch.record for launch in launches]
 
 

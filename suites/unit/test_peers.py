@@ -179,6 +179,14 @@ def test_one_that_collects_nothing_is_the_limit(fake, tmp_path):
     assert record.median("plain", "ragged") == 3
 
 
+def test_what_there_is_can_be_kept_after_each_round(fake, tmp_path):
+    launch, seen = fake(), []
+    options = {"truth": TRUTH, "bound": 1e-6, "schedule": Schedule(rounds=2, judged=3)}
+    keep = lambda: seen.append((len(launch.record.rounds), launch.record.worst_row))  # noqa: E731
+    run_peers([launch], TASK, tmp_path, **options, after_round=keep)
+    assert seen == [(4, 0.0), (8, 0.0)]
+
+
 def test_time_that_is_up_ends_the_rounds_after_the_second(fake, tmp_path):
     (record,) = run([fake()], tmp_path, rounds=9, seconds=0.0)
     assert len(record.seconds("collect", "ragged")) == 2

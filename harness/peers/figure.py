@@ -19,6 +19,9 @@ __all__ = ["bar_figure"]
 
 _WIDTH, _LEFT, _RIGHT = 760, 270, 70
 _ROW, _BAR, _TOP, _BOTTOM = 34, 16, 34, 34
+_CAPTION = (
+    "bar: median of the rounds; whisker: best to worst; dashed: the same forward with nothing collected"
+)
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1f2328}.end{text-anchor:end}.small{font-size:11px;fill:#59636e}"
     ".mid{text-anchor:middle}.bar{fill:#8fb8de}.ours{fill:#0072b2}.bad{fill:#d55e00}"
@@ -66,7 +69,7 @@ def bar_figure(run: Run, prompts: str = "ragged") -> Markup:
         f"Seconds to collect every block's residual stream, {prompts}: median of the rounds, best to worst, "
         "dashed: the same forward with nothing collected"
     )
-    parts.append(f'<text class="small" x="12" y="20">{escape(label)}</text>')
+    parts.append(f'<text class="small" x="12" y="20">{_CAPTION}</text>')
     return Markup(  # noqa: S704 - every text in it was escaped
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{escape(label)}"><style>{_STYLE}</style>{"".join(parts)}</svg>\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from harness.peers.figure import bar_figure
 from harness.peers.judge import BOUNDS, truth_of
 from harness.peers.page import write_page
 from harness.peers.process import LAUNCH
-from harness.peers.record import FAILED, OK, PeerRecord, Run, write_run
+from harness.peers.record import FAILED, OK, PeerRecord, Run, read_run, write_run
 from harness.peers.text import markdown_table
 from harness.peers.venvs import make_venv
 from harness.peers.work import make_task, peer_environment, waited_seconds
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: every peer that ran returned the right values; 1: one did not, or ours did not run; 2: the caller's mistake.
     """
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that what was started is ended on the way out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         return _run(_parser().parse_args(argv))
@@ -73,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--torch-index", help="asked for torch where the configured indexes have no such build"
     )
+    parser.add_argument(
+        "--from", dest="record", type=Path, help="write --page from this peers.json; run nothing"
+    )
     parser.add_argument("--install-only", action="store_true", help="make the environments and stop")
     return parser
 
@@ -82,6 +89,12 @@ def _run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < (name != "plain_rounds"):
             msg = f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it is from 1"
             raise UsageError(msg)
+    if arguments.record is not None:
+        if arguments.page is None:
+            msg = "--from writes a page from a record: name it with --page"
+            raise UsageError(msg)
+        write_page(read_run(arguments.record), arguments.page)
+        return 0
     peers = [peer for peer in PEERS if not arguments.only or peer.name in arguments.only]
     launches = [_launch(peer, arguments) for peer in peers]
     if arguments.install_only:
@@ -135,18 +148,9 @@ def _write(run: Run, arguments: argparse.Namespace) -> None:
     (arguments.out / "peers.md").write_text(markdown_table(run), encoding="utf-8")
     (arguments.out / "peers.svg").write_text(bar_figure(run), encoding="utf-8")
     if arguments.page is not None:
-        write_page(run, arguments.page, command=_command(arguments))
+        write_page(run, arguments.page)
     print(markdown_table(run))  # noqa: T201
     print(arguments.out / "peers.json")  # noqa: T201
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    """What writes the page again; paths of one machine are left out."""
-    parts = ["nox -s peers --", f"--model {arguments.model}", f"--dtype {arguments.dtype}"]
-    parts += [f"--rounds {arguments.rounds}", f"--plain-rounds {arguments.plain_rounds}"]
-    if arguments.only:
-        parts.append(f"--only {' '.join(arguments.only)}")
-    return " ".join([*parts, f"--page docs/{arguments.page.name}"])
 
 
 def _launch(peer: Peer, arguments: argparse.Namespace) -> Launch:
@@ -172,4 +176,7 @@ def _launch(peer: Peer, arguments: argparse.Namespace) -> Launch:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that what was started is ended on the way out
     sys.exit(main())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from harness.peers.figure import bar_figure
 from harness.peers.record import COLLECT
 from harness.peers.text import markdown_table
+from harness.report.numbers import count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from harness.peers.record import Run
 
 __all__ = ["page_text", "write_page"]
+
+#: Rounds from which medians and quartiles say something.
+_ENOUGH = 5
 
 _TEXT = """\
 # Side by side
@@ -23,10 +27,10 @@ the same token ids, the same {threads} cores, one run, every peer in its own pro
 the others have not, its own environment. Written by
 
 ```
-{command}
+nox -s peers -- --model {model} --dtype {dtype} --page docs/peers.md
 ```
 
-on {date} UTC: {cpu}, {cores} cores, {memory} GiB. {pressure}
+on {date} UTC: {cpu}, {cores} cores, {memory} GiB.{pressure}
 
 ![seconds per peer]({figure})
 
@@ -36,7 +40,7 @@ on {date} UTC: {cpu}, {cores} cores, {memory} GiB. {pressure}
 - **Ragged batch**: every block's residual stream of {prompts} prompts of {shortest} to {longest} tokens, {tokens}
   tokens together, until all of it is in the process that asked, as CPU tensors. **One long prompt**: the same of
   {prefill} tokens. **Plain**: the same forward with nothing collected, the peer's hooks in place where it has any.
-- Seconds are medians of up to {rounds} rounds. All peers live through the whole run and take turns, so that whatever
+- Seconds are medians of {rounds}.{few} All peers live through the whole run and take turns, so that whatever
   else the machine does meets all of them; ratios are medians of the rounds' own ratios, with their quartiles.
 - Engines run eagerly with {step} tokens per step and get all cores: by themselves they would keep one back for their
   front end. Peers on transformers get the prompts sorted by length, {micro_batch} at a time, padded on the right, and
@@ -48,13 +52,12 @@ on {date} UTC: {cpu}, {cores} cores, {memory} GiB. {pressure}
 """
 
 
-def page_text(run: Run, *, figure: str, command: str) -> str:
+def page_text(run: Run, *, figure: str) -> str:
     """The page.
 
     Args:
         run: what was found.
         figure: where the figure lies, as the page names it.
-        command: what writes this page.
     """
     ragged, prefill = run.lengths["ragged"], run.lengths["prefill"]
     rounds = max((len(peer.seconds(COLLECT, "ragged")) for peer in run.peers), default=0)
@@ -62,13 +65,15 @@ def page_text(run: Run, *, figure: str, command: str) -> str:
     pressure = (
         ""
         if waiting is None
-        else f"While rounds ran, something runnable waited for a core {waiting:.0f} % of the time."
+        else f" While it ran, something runnable waited for a core {waiting:.0f} % of the time."
     )
+    few = ""
+    if rounds < _ENOUGH:
+        few = f" **That is a first look: {_ENOUGH} rounds were wanted and {rounds} ended in time.**"
     return _TEXT.format(
         model=run.model,
         dtype=run.dtype,
         threads=run.threads,
-        command=command,
         date=run.started[:16].replace("T", " "),
         cpu=run.machine.get("cpu", "an unknown CPU"),
         cores=run.machine.get("usable_cores", run.threads),
@@ -81,15 +86,16 @@ def page_text(run: Run, *, figure: str, command: str) -> str:
         longest=max(ragged),
         tokens=f"{sum(ragged):,}",
         prefill=sum(prefill),
-        rounds=rounds,
+        rounds=count(rounds, "round"),
+        few=few,
         step=f"{run.step:,}",
         micro_batch=run.micro_batch,
         bound=run.bound,
     )
 
 
-def write_page(run: Run, file: Path, *, command: str) -> None:
+def write_page(run: Run, file: Path) -> None:
     """Write the page, and the figure beside it under the same name."""
     figure = file.with_suffix(".svg")
     figure.write_text(bar_figure(run), encoding="utf-8")
-    file.write_text(page_text(run, figure=figure.name, command=command), encoding="utf-8")
+    file.write_text(page_text(run, figure=figure.name), encoding="utf-8")

@@ -89,10 +89,10 @@ class PeerRecord:
     def against(
         self, base: PeerRecord, work: str, prompts: str, *, base_work: str | None = None
     ) -> Paired | None:
-        """Its seconds beside another peer's in the same rounds, None where there are fewer than two."""
+        """Its seconds beside another peer's in the same rounds, None where there are none."""
         mine, other = self.seconds(work, prompts), base.seconds(base_work or work, prompts)
         both = sorted(mine.keys() & other.keys())
-        if len(both) < 2:
+        if not both:
             return None
         return Paired(tuple(other[n] for n in both), tuple(mine[n] for n in both))
 

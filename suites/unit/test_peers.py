@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -20,7 +23,6 @@ from harness.peers.__main__ import main
 from harness.peers.driver import Launch, Schedule, run_peers
 from harness.peers.figure import bar_figure
 from harness.peers.judge import judge_values
-from harness.peers.page import write_page
 from harness.peers.process import LAUNCH, PeerProcess
 from harness.peers.runners.launch import Answers
 from harness.peers.runners.padding import in_micro_batches, rows_of
@@ -275,6 +277,39 @@ def test_what_a_library_prints_does_not_reach_the_replies(tmp_path):
     assert "rubbish" in (tmp_path / "log").read_text()
 
 
+def test_a_driver_that_is_gone_takes_the_peer_and_its_engine_with_it(tmp_path):
+    """In the middle of a forward, and with a process that the peer has started and would leave behind."""
+    (tmp_path / "busy.py").write_text(
+        "import subprocess, sys, time\n"
+        "class Runner:\n"
+        "    packages = ()\n"
+        "    def collect(self, prompts):\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"        open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(600)\n"
+        "def boot(task):\n"
+        "    return Runner()\n"
+    )
+    argv = [sys.executable, "-c", "from harness.peers.runners.launch import main; main('busy')"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    ) as peer:
+        peer.stdin.write(json.dumps({"threads": 1, "prompts": {"p": PROMPTS}}).encode() + b"\n")
+        peer.stdin.write(b'{"collect": "p"}\n')
+        peer.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not (file := tmp_path / "child").exists() or not file.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        child = int(file.read_text())
+        peer.stdin.close()
+        assert peer.wait(20) == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(child)
+
+
 def test_a_runner_that_is_not_there_is_an_error_of_its_own(tmp_path):
     with (
         PeerProcess("x", [sys.executable, str(LAUNCH), "no_such"], tmp_path / "log") as process,
@@ -502,14 +537,15 @@ def test_the_table_has_every_peer_and_escapes_them():
 def test_the_page_says_what_was_run_and_holds_table_and_figure(tmp_path):
     run = a_run()
     run.machine["waiting_percent"] = 3.2
-    write_page(run, tmp_path / "peers.md", command="nox -s peers")
+    write_run(run, tmp_path / "peers.json")
+    assert main(["--from", str(tmp_path / "peers.json"), "--page", str(tmp_path / "peers.md")]) == 0
     text = (tmp_path / "peers.md").read_text()
     assert markdown_table(run) in text
     assert "nox -s peers" in text
     assert "![seconds per peer](peers.svg)" in text
     assert "2 prompts of 5 to 6 tokens" in text
     assert "waited for a core 3 % of the time" in text
-    assert "up to 3 rounds" in text
+    assert "medians of 3 rounds. **That is a first look: 5 rounds were wanted" in text
     assert (tmp_path / "peers.svg").read_text() == bar_figure(run)
 
 
@@ -530,6 +566,8 @@ def test_the_figures_axis_has_a_few_lines(top):
     assert 3 <= len(_ticks(top)) <= 7
 
 
-def test_bad_options_are_one_line(capsys):
+def test_bad_options_are_one_line(capsys, tmp_path):
+    assert main(["--from", str(tmp_path / "x")]) == 2
+    assert "name it with --page" in capsys.readouterr().err
     assert main(["--rounds", "0"]) == 2
     assert "--rounds is 0" in capsys.readouterr().err

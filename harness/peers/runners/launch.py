@@ -10,15 +10,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import queue
+import signal
 import sys
+import threading
 import time
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -93,6 +96,28 @@ def describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def end() -> NoReturn:
+    """End, and everything that was started with it: an engine's own processes outlive a front end that just leaves."""
+    sys.stderr.flush()
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def commands(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as they come; read by a thread, so that the end of stdin ends even what is in the middle of a forward."""
+    waiting: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in lines:
+            waiting.put(line)
+        end()
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield waiting.get()
+
+
 def main(module: str) -> None:
     """Serve until stdin ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -102,8 +127,9 @@ def main(module: str) -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
+    lines = commands(sys.stdin)
     try:
-        task = json.loads(sys.stdin.readline())
+        task = json.loads(next(lines))
         started = time.perf_counter()
         import torch
 
@@ -111,7 +137,7 @@ def main(module: str) -> None:
         runner: Runner = importlib.import_module(module).boot(task)
         answers = Answers(runner, task["prompts"])
         reply({"boot_seconds": time.perf_counter() - started, "versions": installed(runner.packages)})
-        for line in sys.stdin:
+        for line in lines:
             try:
                 reply(answers.answer(json.loads(line)))
             except Exception as error:  # noqa: BLE001 - reported to the driver; the peer may still do other things
@@ -119,10 +145,8 @@ def main(module: str) -> None:
                 reply({"error": describe(error)})
     except BaseException as error:  # noqa: BLE001 - a peer that cannot boot raises anything
         traceback.print_exc()
-        sys.stderr.flush()
         reply({"error": describe(error)})
-    # Engines hang in their clean-up now and then; the driver ends what is left of the process group.
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -179,7 +179,13 @@ def _find_links() -> str:
     return ",".join(dict.fromkeys(places))
 
 
-def _run(session: nox.Session, *command: str, testing: bool = False, also: str = "") -> None:
+def _run(
+    session: nox.Session,
+    *command: str,
+    testing: bool = False,
+    also: str = "",
+    variables: dict[str, str] | None = None,
+) -> None:
     """Run `python -m …` in the shared environment; `also` is a folder whose modules it sees too."""
     location = _location()
     if location is None:
@@ -192,6 +198,7 @@ def _run(session: nox.Session, *command: str, testing: bool = False, also: str =
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [also, os.environ.get("PYTHONPATH", "")]))
     if testing:
         environment |= {name: os.environ.get(name, value) for name, value in TEST_ENV.items()}
+    environment |= variables or {}
     session.run(_python(location), "-m", *command, env=environment)
 
 
@@ -250,6 +257,31 @@ def bench(session: nox.Session) -> None:
         "--benchmark-autosave",
         "--benchmark-storage",
         BENCHMARKS,
+    )
+
+
+@nox.session(venv_backend="none", requires=["env"], default=False)
+def peers(session: nox.Session) -> None:
+    """Time collecting activations beside what one would use instead, each peer in its own small environment.
+
+    Writes reports/peers. Arguments after -- go to `python -m harness.peers`, see `-- --help`.
+    """
+    uv = shutil.which(
+        "uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
+    if uv is None:
+        session.error("peers are installed with uv, which is neither beside nox nor on PATH: pip install uv")
+    links = _find_links()
+    _run(
+        session,
+        "harness.peers",
+        "--uv",
+        uv,
+        "--torch-index",
+        TORCH_CPU_INDEX,
+        *session.posargs,
+        testing=True,
+        variables={"UV_FIND_LINKS": links} if links else {},
     )
 
 

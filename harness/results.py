@@ -105,7 +105,8 @@ class Segment:
 def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> torch.Tensor:
     """Put segments in their places: (n_rows, width). First write wins; positions ≥ ``n_rows`` are dropped.
 
-    One segment that is all of it is not copied.
+    Segments that follow one another, as they do unless a request was preempted, are not looked at row by row, and one
+    that is all of it is not copied.
 
     A preempted request is computed again from position 0, so a later row for a covered position is normal; rows
     past the end come from a forward that an asynchronous scheduler had started before the request stopped.
@@ -119,8 +120,8 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
         CaptureError: a position in ``[0, n_rows)`` that no segment covers.
     """
     segments = list(segments)
-    if len(segments) == 1 and segments[0].start == 0 and segments[0].rows.shape[0] >= n_rows > 0:
-        return segments[0].rows[:n_rows]
+    if n_rows > 0 and (in_a_row := _consecutive(segments, n_rows)):
+        return in_a_row[0] if len(in_a_row) == 1 else torch.cat(in_a_row)
     joined: torch.Tensor | None = None
     seen = torch.zeros(n_rows, dtype=torch.bool)
     for segment in segments:
@@ -139,6 +140,19 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
         msg = f"{what}: {len(missing)} of {n_rows} rows were never captured (positions {shown})"
         raise CaptureError(msg)
     return joined
+
+
+def _consecutive(segments: Sequence[Segment], n_rows: int) -> list[torch.Tensor]:
+    """Their rows up to ``n_rows``, where each begins at the end of the one before; empty where one does not."""
+    found, end = [], 0
+    for segment in segments:
+        if segment.start != end:
+            return []
+        here = segment.rows[: n_rows - end]
+        if here.shape[0]:
+            found.append(here)
+        end += segment.rows.shape[0]
+    return found if end >= n_rows else []
 
 
 def pad_rows(

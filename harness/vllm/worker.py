@@ -71,6 +71,11 @@ class CaptureWorker(TLWorkerExtension, _Base):
             hook=type(self).tap_hook if spec.max_programs else capture_hook,
         )
 
+    def shutdown(self) -> None:
+        """Let go of the modules and rows that taps hold: vLLM frees the model, and keeps the worker."""
+        super().shutdown()
+        self.harness_release()
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Learn the driver's keys of new requests, then run the step."""
         if self._taps is not None:

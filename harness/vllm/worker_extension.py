@@ -102,6 +102,11 @@ class TLWorkerExtension(ParameterExtension):
             for request in internals.finished_requests(scheduler_output):
                 self._keys.pop(request, None)
 
+    def harness_release(self) -> None:
+        """Forget everything that was installed and captured."""
+        self._taps = None
+        self._accumulator = Accumulator()
+
     def _installed(self) -> TapSet:
         if self._taps is None:
             msg = "hooks were never installed on this worker"

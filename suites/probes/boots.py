@@ -7,6 +7,7 @@ Prints one line of JSON: resident bytes after each close. What vLLM itself never
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -41,6 +42,8 @@ def main():
         engine.close()
         del engine
         gc.collect()
+        # glibc's allocator keeps what was freed; asked to, it gives back what nobody holds.
+        ctypes.CDLL(None).malloc_trim(0)
         held.append(measure_memory()["resident"])
     print("PROBE " + json.dumps({"held": held, "taps": taps}))
 

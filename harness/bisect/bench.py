@@ -68,12 +68,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Reading:
-    """One point at the rows that are looked at; of several rows the one furthest beyond its bound.
+    """One point at the rows that are looked at, by the gate that is furthest beyond its bound.
 
     Attributes:
         err, bound: relative errors, see :class:`harness.parity.types.Gate`.
         share: the error in multiples of its bound; above 1 it is wrong.
-        where: request and position.
+        where: request and position of the worst row.
     """
 
     err: float
@@ -100,14 +100,6 @@ class Sides:
             }
 
         return Sides(cut(self.engine), cut(self.truth), [cut(one) for one in self.same])
-
-    def request(self, index: int) -> Sides:
-        """Only this request."""
-
-        def pick(side: Captures) -> dict[str, list[torch.Tensor]]:
-            return {hook: [requests[index]] for hook, requests in side.items()}
-
-        return Sides(pick(self.engine), pick(self.truth), [pick(one) for one in self.same])
 
 
 class Bench:
@@ -222,6 +214,11 @@ class Bench:
         """Where the truth cannot be put in: logits, and points that the call edits itself in these requests."""
         return [LOGITS, *dict.fromkeys(hook for row in self.rows for hook in self.call.specs(row.request))]
 
+    @property
+    def edited(self) -> set[str]:
+        """Points that the call edits, in whichever request."""
+        return {hook for request in range(len(self.call.prompts)) for hook in self.call.specs(request)}
+
     def own_logits_are_right(self) -> bool | None:
         """Whether the engine's own logits, which no hook and no edit touches, are; None where it gives none."""
         backend = self.parity.config.backend
@@ -285,13 +282,10 @@ class Bench:
 
     def _read(self, sides: Sides) -> dict[str, Reading]:
         found: dict[str, Reading] = {}
-        for index, row in enumerate(self.rows):
-            one = sides.request(index)
-            for hook in self._compare(one).hooks:
-                gate = max(hook.gates, key=lambda g: g.err_engine / g.bound)
-                share = gate.err_engine / gate.bound
-                if hook.hook not in found or not share <= found[hook.hook].share:
-                    found[hook.hook] = Reading(gate.err_engine, gate.bound, share, row)
+        for hook in self._compare(sides).hooks:
+            gate = max(hook.gates, key=lambda g: g.err_engine / g.bound)
+            where = self.rows[(gate.where or hook.worst).request]
+            found[hook.hook] = Reading(gate.err_engine, gate.bound, gate.err_engine / gate.bound, where)
         return found
 
 

@@ -115,6 +115,8 @@ def _site(culprit: Culprit, site: Site, result: Result) -> str:
     part = part_of(site.hook, list(result.readings[()]))
     name = culprit.stage.name
     what = part if part == name else f"{part} of {name}"
+    if result.bench is not None and site.hook in result.bench.edited:
+        what = f"{what}, or the edit there,"
     healed = healed_before(culprit, site)
     reading = result.readings[healed][site.hook]
     given = f"with the truth put in at {' and '.join(healed)}" if healed else "with nothing before it"

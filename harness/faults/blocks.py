@@ -1,4 +1,4 @@
-"""Blocks that compute something else, for bisections, which must name block, branch and row (see ``docs/faults.md``)."""
+"""Blocks that compute something else, for bisections, which must name block, branch and row (``docs/faults.md``)."""
 
 from __future__ import annotations
 

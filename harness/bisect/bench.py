@@ -200,6 +200,17 @@ class Bench:
         # Rows from the first healed one on may have other tokens than the plain run: only rows up to it are compared.
         return self._read(replace(self.sides, engine=values).at(self.rows))
 
+    def row_bounds(self) -> dict[str, float]:
+        """What the relative error of the first of :attr:`rows` may be at each point.
+
+        Where that is kept, and only a slice of channels is wrong, half of the error it has: a fix takes it below.
+        """
+        bounds = {}
+        for hook in self._compare(self.sides.at(self.rows[:1])).hooks:
+            whole = hook.gates[0]
+            bounds[hook.hook] = whole.bound if hook.passed or not whole.passed else whole.err_engine / 2
+        return bounds
+
     def healing(self, healed: Sequence[str]) -> list[dict[str, Any]]:
         """Specs per request: the call's own, and the truth's values at the rows that are looked at."""
         specs = [dict(self.call.specs(request)) for request in range(len(self.call.prompts))]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_LINES", "probe_figure"]
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _FOOT = 760, 58, 12, 12, 220, 34
+_WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _FOOT = 760, 72, 12, 12, 220, 34
 _LEGEND_LINE = 17
 #: Most probes drawn; more lines than this cannot be told apart.
 MOST_LINES = 6
@@ -26,7 +26,8 @@ _COLOURS = ("#d55e00", "#0072b2", "#009e73", "#b8860b", "#a05195", "#6b7280")
 _STYLE = (
     ".bisect text{font:12px system-ui,sans-serif;fill:#444}.bisect .grid{stroke:#8884;fill:none}"
     ".bisect .bound{stroke:#666;stroke-dasharray:5 4;fill:none}.bisect .line{fill:none;stroke-width:1.6}"
-    ".bisect .middle{text-anchor:middle}.bisect .end{text-anchor:end}"
+    ".bisect .middle{text-anchor:middle}.bisect .end{text-anchor:end}.bisect .start{text-anchor:start}"
+    ".bisect .wide{stroke-width:6;stroke-opacity:.35}"
     "@media(prefers-color-scheme:dark){.bisect text{fill:#ccc}.bisect .bound{stroke:#aaa}}"
 )
 
@@ -82,11 +83,12 @@ def probe_figure(
             if hook in shares
         )
         top = _HEIGHT + 6 + number * _LEGEND_LINE
+        wide = "" if healed else " wide"  # others run along it for a part of the way
         name = f"the truth put in at {' and '.join(healed)}" if healed else "as it is"
         parts.append(
-            f'<polyline class="line" stroke="{colour}" points="{points}"/>{marks}{rings}'
+            f'<polyline class="line{wide}" stroke="{colour}" points="{points}"/>{marks}{rings}'
             f'<path stroke="{colour}" stroke-width="3" d="M{_LEFT} {top}h18"/>'
-            f'<text x="{_LEFT + 26}" y="{top + 4}">{escape(name)}</text>'
+            f'<text class="start" x="{_LEFT + 26}" y="{top + 4}">{escape(name)}</text>'
         )
     height = _HEIGHT + 8 + len(probes) * _LEGEND_LINE
     label = f"Error over bound at {len(drawn)} points, {len(probes)} probes"

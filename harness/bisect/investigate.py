@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bisect.bench import Bench, Call
 from harness.bisect.search import Search, fewest
-from harness.bisect.stages import LOGITS, stages_of
+from harness.bisect.stages import LOGITS, after, stages_of
 from harness.errors import CaptureError
 from harness.parity.types import RowRef
 
@@ -120,8 +120,9 @@ def _searched(bench: Bench, say: Callable[[str], None]) -> Result:
         readings[healed] = bench.readings(healed)
         shares = {hook: reading.share for hook, reading in readings[healed].items()}
         if healed:
-            wrong = next((h for h in bench.judged if h not in healed and not shares[h] <= 1), None)
-            say(f"truth put in at {', '.join(healed)}: " + (f"{wrong} still wrong" if wrong else "all heals"))
+            wrong = next((h for h in after(healed, bench.judged) if not shares[h] <= 1), None)
+            what = f"{wrong} is still wrong" if wrong else "everything after it heals"
+            say(f"the truth put in at {' and '.join(healed)}: {what}")
         return shares
 
     search = Search(stages_of(bench.judged, bench.fixed), probe, bench.fixed)

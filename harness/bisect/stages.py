@@ -26,7 +26,7 @@ from harness.points import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["LOGITS", "Stage", "branch_of", "part_of", "stage_name", "stages_of"]
+__all__ = ["LOGITS", "Stage", "after", "branch_of", "part_of", "stage_name", "stages_of"]
 
 #: Under this name logits stand where hooks do, after all of them.
 LOGITS = "logits"
@@ -114,6 +114,14 @@ def stages_of(hooks: Sequence[str], fixed: Collection[str] = ()) -> list[Stage]:
             stages.append(Stage(stage_name(here), start, tuple(here)))
             start, here = hook, []
     return [*stages, Stage(stage_name(here), start, tuple(here))] if here else stages
+
+
+def after(healed: Collection[str], hooks: Sequence[str]) -> list[str]:
+    """Of all points in forward order those that may heal by the truth put in at some; all where it is put in nowhere."""
+    if not healed:
+        return list(hooks)
+    begin = min(hooks.index(hook) for hook in healed) + 1
+    return [hook for hook in hooks[begin:] if hook not in healed]
 
 
 def stage_name(hooks: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ def needs(narrowed: Narrowed | None, tried: Sequence[Tried] = ()) -> Iterator[st
     if narrowed.cut is not None:
         length = len(call.prompts[narrowed.call[1].request])
         yield (
-            f"needs nothing after that row: the prompt cut to {length} tokens fails, too"
+            f"needs nothing after that row: the prompt cut to {length} token{'s' * (length > 1)} fails, too"
             if narrowed.cut
             else "right if nothing comes after that row: needs the whole request"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bisect.bench import Bench
 from harness.bisect.figure import MOST_LINES, probe_figure
-from harness.bisect.stages import LOGITS, branch_of, part_of
+from harness.bisect.stages import LOGITS, after, branch_of, part_of
 from harness.bisect.words import healed_before, needs, sentence
 from harness.errors import UsageError
 from harness.report.pages import page, write_page
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from harness.backend import BootConfig
-    from harness.bisect.bench import Reading
     from harness.bisect.investigate import Result
     from harness.bisect.settings import Tried
 
@@ -151,15 +150,16 @@ def _table(result: Result) -> list[dict[str, Any]]:
     """A line per probe: where the truth was put in, the first point still wrong, how many are."""
     lines = []
     for healed, readings in result.readings.items():
-        wrong = [hook for hook, reading in readings.items() if hook not in healed and not reading.share <= 1]
+        judged = after(healed, list(readings))
+        wrong = [hook for hook in judged if not readings[hook].share <= 1]
         first = readings[wrong[0]] if wrong else None
         lines.append(
             {
-                "put": ", ".join(healed) or "nowhere: as it is",
+                "put": " and ".join(healed) or "nowhere: as it is",
                 "first": wrong[0] if wrong else "",
                 "err": first,
                 "wrong": len(wrong),
-                "points": len(readings),
+                "points": len(judged),
             }
         )
     return lines
@@ -173,12 +173,9 @@ def _write_repro(folder: Path, subject: Subject, result: Result) -> None:
     assert result.bench is not None  # noqa: S101
     call, row = result.narrowed.call
     bench = Bench(result.bench.parity, call, disturbed=result.narrowed.disturbed, rows=[row])
-    readings: Mapping[str, Reading] = bench.readings()
     healed, wrong, shown_by = _story(result)
     truth = {
-        hook: bench.sides.truth[hook][row.request][row.position].contiguous().cpu()
-        for hook in readings
-        if hook != LOGITS
+        hook: bench.sides.truth[hook][row.request][row.position].contiguous().cpu() for hook in bench.hooks
     }
     text = {
         "schema": 1,
@@ -193,7 +190,7 @@ def _write_repro(folder: Path, subject: Subject, result: Result) -> None:
         "healed": healed,
         "wrong": wrong,
         "shown_by": shown_by,
-        "bounds": {hook: reading.bound for hook, reading in readings.items() if hook != LOGITS},
+        "bounds": {hook: bound for hook, bound in bench.row_bounds().items() if hook != LOGITS},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "truth.safetensors").write_bytes(save(truth))

@@ -117,7 +117,7 @@ def stages_of(hooks: Sequence[str], fixed: Collection[str] = ()) -> list[Stage]:
 
 
 def after(healed: Collection[str], hooks: Sequence[str]) -> list[str]:
-    """Of all points in forward order those that may heal by putting the truth in at some; all if it is put in nowhere."""
+    """The points, of all in forward order, that the truth put in at ``healed`` may heal."""
     if not healed:
         return list(hooks)
     begin = min(hooks.index(hook) for hook in healed) + 1

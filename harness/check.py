@@ -375,6 +375,15 @@ class Parity(Subject):
         with self.spare_engine(**options) as engine:
             yield _OnEngine(self._session, engine)
 
+    @contextlib.contextmanager
+    def like(self, config: BootConfig) -> Iterator[Parity]:
+        """The same checks on an engine of another configuration, which nobody else uses; closed at the end."""
+        engine = self._session.pool.boot(self._session.located(config))
+        try:
+            yield _OnEngine(self._session, engine)
+        finally:
+            engine.close()
+
     def on_one_rank(self) -> Engine:
         """The engine like this one but for its topology."""
         return self._session.engine(dataclasses.replace(self.config, topology=Topology()))

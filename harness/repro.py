@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from harness.store import CaseResult, RunRecords
 
-__all__ = ["find_case", "lines_of", "write_script"]
+__all__ = ["find_case", "lines_of", "read_call", "write_script"]
 
 #: Hooks, rows of each and channels of each row that are shown.
 _HOOKS, _ROWS, _CHANNELS = 4, 4, 5
@@ -180,6 +180,24 @@ def _comparison(records: RunRecords, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {call['left_out']} failing hooks found no room"
     yield f"  run the call again: python {write_script(records, call, call_path)}"
     yield ""
+
+
+def read_call(records: RunRecords, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What a failed comparison was about, see :func:`harness.artifacts.save`.
+
+    Raises:
+        UsageError: it cannot be read, or is not a file of the run.
+    """
+    path = _inside(records.folder, str(entry["call"]))
+    try:
+        call = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read ({error}); run the case again"
+        raise UsageError(msg) from error
+    if not isinstance(call, dict):
+        msg = f"{path} holds no call; run the case again"
+        raise UsageError(msg)
+    return call
 
 
 def _inside(folder: Path, relative: str) -> Path:

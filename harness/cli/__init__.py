@@ -11,7 +11,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from harness.cli import compare, doctor, families, history, models, plan, report, repro
+from harness.cli import bisect, compare, doctor, families, history, models, plan, report, repro
 from harness.cli.codes import BROKEN, INCOMPLETE, NO_ENGINE, NOTHING_RAN, OK, USAGE
 from harness.errors import HarnessError, UsageError
 
@@ -47,6 +47,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "plan": plan,
         "report": report,
         "repro": repro,
+        "bisect": bisect,
         "compare": compare,
         "history": history,
         "families": families,

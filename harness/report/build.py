@@ -125,7 +125,7 @@ def _views(records: RunRecords) -> list[CaseView]:
         is_repeat = first != names[case.id]
         full = case.outcome in URGENT and n_full < _MAX_FULL and not is_repeat
         n_full += full
-        view = case_view(case, names[case.id], full=full)
+        view = case_view(case, names[case.id], full=full, run=records.folder.name)
         views.append(replace(view, message="", same_as=first) if is_repeat else view)
     return views
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,9 @@ class CaseView:
     message: str
     passing: list[str] = field(default_factory=list)
     outcome: str = ""  #: for a person: the class of a skip stands for it
+    tools: list[tuple[str, str]] = field(
+        default_factory=list
+    )  #: what a command does with a failed case, and it
     kind: str = "error"  #: the outcome, one of :data:`SEVERITY`
     same_as: str = ""  #: anchor of the case that already shows this message
 
@@ -142,8 +146,15 @@ def comparisons(case: CaseResult) -> list[Comparison]:
     ]
 
 
-def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
-    """Build the view of one case; ``full`` shows failing comparisons with every column, opened."""
+def case_view(case: CaseResult, anchor: str, *, full: bool, run: str = "") -> CaseView:
+    """Build the view of one case.
+
+    Args:
+        case: as recorded.
+        anchor: its place in the page.
+        full: show failing comparisons with every column, opened.
+        run: name of the run's folder, for commands; empty: the newest.
+    """
     found = comparisons(case)
     failed = [comparison for comparison in found if not comparison.passed]
     passed = [comparison for comparison in found if comparison.passed]
@@ -170,7 +181,19 @@ def case_view(case: CaseResult, anchor: str, *, full: bool) -> CaseView:
         message=shortened(case.message, _MAX_MESSAGE) if not _says_nothing_new(case.message, failed) else "",
         outcome=(case.skip_class or case.outcome).replace("-", " "),
         kind=case.outcome if case.outcome in SEVERITY else "error",
+        tools=_tools(case, run),
     )
+
+
+def _tools(case: CaseResult, run: str) -> list[tuple[str, str]]:
+    """Commands for a case that kept what it failed on."""
+    if case.outcome == "passed" or not any("call" in entry for entry in case.artifacts):
+        return []
+    where = f"{shlex.quote(case.id)} --run {shlex.quote(run or 'last')}"
+    return [
+        ("Look at the wrong rows, and get a script that makes just this call", f"vllm-parity repro {where}"),
+        ("Find what is wrong by itself", f"vllm-parity bisect {where}"),
+    ]
 
 
 def _variant(case: CaseResult) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,27 @@ def test_text_is_text_whatever_it_says(tmp_path: Path) -> None:
     assert all(str(a["href"]).startswith(("#", "https://example.org/")) for a in page.all("a"))
     assert "<script>alert('x')</script>" in page.text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800]", page.source)
+
+
+def test_a_failed_case_that_kept_its_call_names_the_commands_for_it(tmp_path: Path) -> None:
+    kept = {"label": "x", "call": "artifacts/a/0.json", "tensors": "artifacts/a/0.safetensors"}
+    cases = [declaration(n, id=f"suites/t.py::test_{n}[<b>'a']") for n in range(4)]
+    failing = make_verdict(layers=2, broken_from="blocks.1.hook_out").to_json()
+    records = [
+        {**result(cases[0], "failed", [failing]), "artifacts": [kept]},
+        {
+            **result(cases[1], "failed", [failing]),
+            "artifacts": [{"label": "x", "error": "not written: full"}],
+        },
+        result(cases[2], "failed", [failing]),
+        {**result(cases[3]), "artifacts": [kept]},
+    ]
+    text = report(tmp_path, cases, records).text
+    quoted = shlex.quote(cases[0]["id"])
+    for verb in ("repro", "bisect"):
+        assert text.count(f"vllm-parity {verb} ") == 1
+        (named,) = re.findall(rf"vllm-parity {verb} (.+) --run (\S+?)Copy", text)
+        assert named == (quoted, tmp_path.name)
 
 
 def test_cases_whose_names_fold_together_keep_their_own_links(tmp_path: Path) -> None:

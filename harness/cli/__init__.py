@@ -7,6 +7,7 @@ One module per verb. A verb is a module with ``HELP`` (a line), ``ABOUT`` (a par
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -69,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status; 2 with one line on stderr for whatever the caller can put right.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         arguments = _parser().parse_args(argv)
         verb: Verb = arguments.verb

@@ -158,9 +158,20 @@ def _details(case: CaseResult, label: str) -> list[Mapping[str, Any]]:
 
 def _unpacked(detail: Mapping[str, Any]) -> Iterable[Tried]:
     """The faults of a finding; columns of another version that are not known here are left out."""
-    columns = [str(name) for name in detail.get("columns") or ()]
-    for row in detail.get("faults") or ():
-        named = dict(zip(columns, row, strict=False))
-        known = {name: value for name, value in named.items() if name in _COLUMNS}
-        if {*_COLUMNS} - {"explained"} <= set(known):
-            yield Tried(**known | {"size": number(known["size"]), "noise": number(known["noise"])})
+    columns, rows = detail.get("columns"), detail.get("faults")
+    if not isinstance(columns, list) or not isinstance(rows, list):
+        return
+    for row in rows:
+        named = dict(zip(map(str, columns), row, strict=False)) if isinstance(row, list) else {}
+        if {*_COLUMNS} - {"explained"} <= set(named):
+            yield Tried(
+                kind=str(named["kind"]),
+                hook=str(named["hook"]),
+                seed=named["seed"] if isinstance(named["seed"], int) else 0,
+                size=number(named["size"]),
+                noise=number(named["noise"]),
+                caught=named["caught"] is True,
+                named=str(named["named"]),
+                placed=named["placed"] is True,
+                explained=str(named.get("explained") or ""),
+            )

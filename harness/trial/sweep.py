@@ -10,6 +10,7 @@ that noise is the fault's *multiple*; the rule allows k of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ class Tried:
     @property
     def multiple(self) -> float:
         """Its size in units of the noise."""
-        return self.size / self.noise
+        return self.size / self.noise if self.noise else math.inf
 
     @property
     def right(self) -> bool:

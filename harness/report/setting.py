@@ -27,9 +27,9 @@ def run_seconds(records: RunRecords) -> float:
     try:
         started = datetime.fromisoformat(str(records.run["started"]))
         took = (datetime.fromisoformat(str((records.end or {})["finished"])) - started).total_seconds()
-        return took if took >= 0 else math.nan
     except (KeyError, ValueError, TypeError):
         return math.nan
+    return took if took >= 0 else math.nan
 
 
 def facts(records: RunRecords) -> dict[str, Any]:

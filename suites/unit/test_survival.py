@@ -27,7 +27,7 @@ from harness.store import RESULTS, read_run
 from suites.unit.synthetic_run import declaration, result, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-DOOMED = '''
+DOOMED = """
 import os, resource, signal, subprocess, sys, time
 
 class Doomed:
@@ -75,7 +75,7 @@ def _end(how):
     if "chatter" in how:
         os.write(1, b"x" * 100_000)
         raise RuntimeError("no words left")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,9 @@ def pool(doomed, tmp_path):
 
 
 def config(how: str) -> BootConfig:
-    return BootConfig(backend="doomed", model="none", path="", dtype="float32", mode="eager", options={"how": how})
+    return BootConfig(
+        backend="doomed", model="none", path="", dtype="float32", mode="eager", options={"how": how}
+    )
 
 
 def gone(pid: int, seconds: float = 10.0) -> bool:
@@ -189,7 +191,9 @@ def test_a_disk_that_is_full_while_results_are_written(tmp_path):
     process = run_suite(tmp_path, limit="8")  # blocks of 1024 bytes: the run's record fits, the cases do not
     said, _ = process.communicate(timeout=280)
     assert process.returncode not in (0, 5), said
-    assert re.search(r"cannot append to .*results\.jsonl: File too large; what was recorded before is kept", said)
+    assert re.search(
+        r"cannot append to .*results\.jsonl: File too large; what was recorded before is kept", said
+    )
     [folder] = tmp_path.glob("*-smoke")
     assert (folder / RESULTS).stat().st_size <= 8 * 1024
     records = read_run(folder)

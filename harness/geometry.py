@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from harness.errors import UsageError
 from harness.points import KV_HEAD_TEMPLATES, Q_HEAD_TEMPLATES, HookPoint
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ class Geometry:
 
     @classmethod
     def of(cls, hf_config: Any) -> Self:
-        """Read them out of a Hugging Face config, whichever names its family has."""
-        heads = int(hf_config.num_attention_heads)
+        """Read them out of a Hugging Face config, whichever names its family has.
+
+        Raises:
+            UsageError: a size is missing, or not a whole number from 1.
+        """
+        heads = _size(hf_config, "num_attention_heads")
         kv_heads = getattr(hf_config, "num_key_value_heads", None)
         if getattr(hf_config, "multi_query", False) and not getattr(
             hf_config, "new_decoder_architecture", False
@@ -41,13 +46,13 @@ class Geometry:
             kv_heads = 1  # Falcon's, whose num_kv_heads is not looked at then
         elif kv_heads is None:
             kv_heads = getattr(hf_config, "num_kv_heads", None)
-        width = int(hf_config.hidden_size)
+        width = _size(hf_config, "hidden_size")
         return cls(
-            layers=int(hf_config.num_hidden_layers),
+            layers=_size(hf_config, "num_hidden_layers"),
             width=width,
             heads=heads,
-            kv_heads=int(kv_heads or heads),
-            head_dim=int(getattr(hf_config, "head_dim", None) or width // heads),
+            kv_heads=_checked("num_key_value_heads", kv_heads or heads),
+            head_dim=_checked("head_dim", getattr(hf_config, "head_dim", None) or width // heads),
         )
 
     def heads_at(self, hook: str) -> int | None:
@@ -70,3 +75,16 @@ class Geometry:
     def widths(self, hooks: Iterable[str]) -> dict[str, int]:
         """Hook → :meth:`row_width`."""
         return {hook: self.row_width(hook) for hook in hooks}
+
+
+def _size(hf_config: Any, name: str) -> int:
+    return _checked(name, getattr(hf_config, name, None))
+
+
+def _checked(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        msg = (
+            f"the model's config has {name} = {value!r}; it is a whole number from 1: copy config.json again"
+        )
+        raise UsageError(msg)
+    return value

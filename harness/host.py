@@ -142,4 +142,4 @@ def _describe(error: BaseException) -> dict[str, str]:
         kind = "capture"
     else:
         kind = "engine"
-    return {"kind": kind, "type": type(error).__name__, "message": str(error)}
+    return {"kind": kind, "type": type(error).__name__, "message": str(error) or type(error).__name__}

@@ -52,6 +52,8 @@ OPS = {"suppress": None, "scale": "factor", "add": "value", "set": "value"}
 FOREVER = 1 << 62
 #: What JSON carries as it is.
 _PLAIN = (type(None), bool, int, float, str)
+#: Specs are three deep, and a list of lists of numbers two more; what goes on may have no end.
+_DEEPEST = 16
 #: No sequence is longer; a range beyond it, such as range(5, 10**12), would fill the memory before it is refused.
 _FAR = 1 << 24
 
@@ -112,23 +114,34 @@ def plain_specs(intervene: Any) -> Any:
     return _plain(intervene, "intervene")
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, _PLAIN):
         return value
+    if depth > _DEEPEST:
+        at = where.partition("[")[0]
+        msg = f"{at} is nested more than {_DEEPEST} deep, or holds itself; specs are dicts of dicts"
+        raise UsageError(msg)
     if callable(value):
         raise UnsupportedError(_callable(where))
     if isinstance(value, Mapping):
-        return {key: _plain(one, f"{where}[{key!r}]") for key, one in value.items()}
+        return {key: _plain(one, f"{where}[{_short(key)}]", depth + 1) for key, one in value.items()}
     if isinstance(value, range) and value and max(value[0], value[-1]) > _FAR:
         msg = f"{where} is {value!r}, past the end of any sequence; without 'pos' every row is edited"
         raise UsageError(msg)
     if isinstance(value, (list, tuple, range)):
         return [
-            one if isinstance(one, _PLAIN) else _plain(one, f"{where}[{at}]") for at, one in enumerate(value)
+            one if isinstance(one, _PLAIN) else _plain(one, f"{where}[{at}]", depth + 1)
+            for at, one in enumerate(value)
         ]
-    plain = value.tolist() if hasattr(value, "tolist") else None
+    try:
+        plain = value.tolist() if hasattr(value, "tolist") else None
+    except Exception as error:  # another package's class may raise anything
+        msg = (
+            f"{where} is {_shown(value)}, which does not say what it holds ({type(error).__name__}: {error})"
+        )
+        raise UsageError(msg) from error
     if isinstance(plain, list | int | float | str):
-        return _plain(plain, where)
+        return _plain(plain, where, depth + 1)
     msg = f"{where} is {_shown(value)}; specs are made of dicts, lists, tensors, real numbers and strings"
     raise UsageError(msg)
 
@@ -186,8 +199,15 @@ def _callable(where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= 40 else text[:37] + '…'} ({type(value).__name__})"
+    return f"{_short(value)} ({type(value).__name__})"
+
+
+def _short(value: object) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - the value is refused anyway, and its own mistakes are not the caller's
+        text = "something"
+    return text if len(text) <= 40 else f"{text[:37]}…"
 
 
 def _check_end(edit: Edit, request: int, length: int) -> None:
@@ -232,7 +252,7 @@ class _Reader:
             raise UsageError(msg)
         for key, value in spec.items():
             if callable(value):
-                raise UnsupportedError(_callable(f"hook {hook!r}, key {key!r}"))
+                raise UnsupportedError(_callable(f"hook {hook!r}, key {_short(key)}"))
         op = spec.get("op")
         if not isinstance(op, str) or op not in OPS:
             got = "is missing" if "op" not in spec else f"is {_shown(op)}"
@@ -243,10 +263,11 @@ class _Reader:
         for key in spec:
             if key not in known:
                 # 0.5, because `position` and `pos` share just over half of their letters.
-                near = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
+                name = _short(key)
+                near = difflib.get_close_matches(name.strip("'\"").lower(), known, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 msg = (
-                    f"hook {hook!r}, key {key!r}: {op!r} knows no such key, it takes {', '.join(known)}{hint}"
+                    f"hook {hook!r}, key {name}: {op!r} knows no such key, it takes {', '.join(known)}{hint}"
                 )
                 raise UsageError(msg)
         if needed is not None and needed not in spec:

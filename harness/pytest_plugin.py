@@ -6,6 +6,7 @@ test asks for the ``parity`` fixture.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -203,6 +204,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if config.option.collectonly or not (cases or resumed):
         return
     capture = config.pluginmanager.getplugin("capturemanager")
+    run: ParitySession | None = None
     try:
         run = _new_session(config)
         with capture.global_and_fixture_disabled():
@@ -215,6 +217,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if entries := config.stash[LEDGER].entries:
             run.write({"type": "expectations", "entries": [one.to_json() for one in entries]})
     except UsageError as error:
+        if run is not None:
+            with contextlib.suppress(OSError):  # a folder with records in it stays
+                run.folder.rmdir()
         _refuse(error, config)
     config.stash[SESSION] = run
     if threading.current_thread() is threading.main_thread():
@@ -260,12 +265,16 @@ def _reference_cache(asked: str) -> Path | None:
 
 
 def _fresh(folder: Path) -> Path:
-    """A folder no other run has taken in the same second."""
+    """A folder no other run has taken in the same second; made here, so that two that ask at once get two."""
     candidate, number = folder, 1
-    while candidate.exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")
+        else:
+            return candidate
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
@@ -39,14 +40,22 @@ def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, torch.Ten
 
     Raises:
         EOFError: the other end is gone.
-        EngineError: the other end speaks another protocol version.
+        EngineError: what came is no message, or one of another protocol version.
     """
-    header = json.loads(connection.recv_bytes())
-    payload = connection.recv_bytes()
-    if header.get("protocol") != PROTOCOL:
-        msg = f"the engine's process speaks protocol {header.get('protocol')}, this one {PROTOCOL}"
+    head, payload = connection.recv_bytes(), connection.recv_bytes()
+    try:
+        header = json.loads(head)
+        tensors = load_tensors(payload) if payload else {}
+    except (ValueError, RecursionError, SafetensorError) as error:
+        msg = f"what came over the pipe is no message ({type(error).__name__}: {error})"
+        raise EngineError(msg) from error
+    if not isinstance(header, dict):
+        msg = f"what came over the pipe is no message: its header is {type(header).__name__}"
         raise EngineError(msg)
-    return header, load_tensors(payload) if payload else {}
+    if header.get("protocol") != PROTOCOL:
+        msg = f"the engine's process speaks protocol {header.get('protocol')!r}, this one {PROTOCOL}"
+        raise EngineError(msg)
+    return header, tensors
 
 
 def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -64,17 +73,25 @@ def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.
 
 
 def unpack_result(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ForwardResult:
-    """Undo :func:`pack_result`; hooks come back in forward order as the header cannot carry it."""
+    """Undo :func:`pack_result`; hooks come back in forward order as the header cannot carry it.
+
+    Raises:
+        EngineError: that is no result.
+    """
     from harness.points import HookPoint
 
-    names = sorted(
-        (n.removeprefix("captured/") for n in tensors if n.startswith("captured/")), key=HookPoint.parse
-    )
-    return ForwardResult(
-        captured={name: tensors[f"captured/{name}"] for name in names},
-        lengths=list(header["lengths"]),
-        new_tokens=[list(tokens) for tokens in header["new_tokens"]],
-        logits=tensors.get("logits"),
-        stats=dict(header["stats"]),
-        starts=list(header["starts"]),
-    )
+    try:
+        names = sorted(
+            (n.removeprefix("captured/") for n in tensors if n.startswith("captured/")), key=HookPoint.parse
+        )
+        return ForwardResult(
+            captured={name: tensors[f"captured/{name}"] for name in names},
+            lengths=list(header["lengths"]),
+            new_tokens=[list(tokens) for tokens in header["new_tokens"]],
+            logits=tensors.get("logits"),
+            stats=dict(header["stats"]),
+            starts=list(header["starts"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"the engine's process answered a forward with no result ({type(error).__name__}: {error})"
+        raise EngineError(msg) from error

@@ -12,6 +12,12 @@ from harness.errors import CaptureError
 from suites import test_activations
 from suites.trial import expect_red
 
+
+def one_prompt(parity):
+    """A prompt that one step takes."""
+    test_activations.test_prompt_length(parity, 33)
+
+
 #: Fault → the check that must catch it, and what its message must say.
 FAULTS = {
     "ResidualHalfDropped": (test_activations.test_ragged_batch, r"residual"),
@@ -23,10 +29,7 @@ FAULTS = {
         test_activations.test_ragged_batch,
         r"blocks\.0\.hook_out .*equals blocks\.1\.hook_out",
     ),
-    "RowsOffByOne": (
-        lambda parity: test_activations.test_prompt_length(parity, 33),
-        r"shifted by one row|one row",
-    ),
+    "RowsOffByOne": (one_prompt, r"shifted by one row|one row"),
     "AnotherRequestsRows": (test_activations.test_ragged_batch, r"request"),
     "StaleBuffer": (test_activations.test_call_again, r"the call before \(first call\)"),
     "DecodeOverwritesPrefill": (

@@ -7,11 +7,12 @@ One module per verb. A verb is a module with ``HELP`` (a line), ``ABOUT`` (a par
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from harness.cli import bisect, compare, doctor, families, history, models, plan, report, repro
+from harness.cli import bisect, compare, doctor, families, history, models, plan, report, repro, trial
 from harness.cli.codes import BROKEN, INCOMPLETE, NO_ENGINE, NOTHING_RAN, OK, USAGE
 from harness.errors import HarnessError, UsageError
 
@@ -51,6 +52,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "compare": compare,
         "history": history,
         "families": families,
+        "trial": trial,
     }
 )
 
@@ -69,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status; 2 with one line on stderr for whatever the caller can put right.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         arguments = _parser().parse_args(argv)
         verb: Verb = arguments.verb

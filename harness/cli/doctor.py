@@ -151,6 +151,7 @@ def _vllm() -> Iterator[_Finding]:
     else:
         yield _Finding("vllm", f"{found}: the harness knows releases 0.30 to 0.32", "note")
     device = str(module.current_platform.device_type)
+    yield from _internals(device)
     if device == "cpu" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() in ("1", "true"):
         text = "cpu; VLLM_USE_V2_MODEL_RUNNER asks for model runner V2, on which captures were never run"
         yield _Finding("platform", text, "note")
@@ -161,6 +162,18 @@ def _vllm() -> Iterator[_Finding]:
         yield _Finding("platform", text, "note")
     else:
         yield _Finding("platform", f"{device or 'none'}: there is no capture worker for it", "broken")
+
+
+def _internals(device: str) -> Iterator[_Finding]:
+    """Private names of vLLM's that captures need: one line for each that moved, not a traceback in a worker."""
+    from harness.vllm.internals.relied import RELIED, missing
+
+    gone = missing(device)
+    for line in gone:
+        yield _Finding("internals", f"{line}; install a release from 0.30 to 0.32", "broken")
+    if not gone:
+        count = sum(len(relied.names) for relied in RELIED)
+        yield _Finding("internals", f"all of vLLM's {count} private names that captures need are there")
 
 
 def _compiler() -> _Finding:

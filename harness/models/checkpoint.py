@@ -55,6 +55,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise _unreadable(folder, f"config.json does not parse ({error})", "copy it again") from error
     if not isinstance(fields, dict) or not fields.get("model_type"):
         raise _unreadable(folder, "config.json names no model_type", "give a transformers checkpoint")
+    if not _names(fields.get("architectures")):
+        raise _unreadable(folder, "its config.json names architectures that are no names", "copy it again")
     check_weights(folder)
 
     from transformers import AutoConfig  # a second of imports that a damaged folder needs not
@@ -114,6 +116,11 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _names(value: object) -> bool:
+    """Whether a field is a list of strings, or was left out."""
+    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def _indexed(folder: Path) -> list[str]:

@@ -31,6 +31,8 @@ EMPTY, UNEDITED, EDIT, HOOK, SUM, WEIGHT, PARTS, FACTOR, ROW_FACTOR = 0, 5, 25, 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(attn\.hook_out|mlp\.hook_out|hook_out)")
 #: A factor within this share of a known one is that one: bf16 rounds √width by up to 0.4 %.
 _FACTOR_TOLERANCE = 0.01
+#: A factor this near one is told by what it differs by.
+_NEAR_ONE = 1e-2
 #: Below this width a factor per row is too free a fit.
 _MIN_WIDTH = 16
 
@@ -169,7 +171,8 @@ def _known_factor(a: float, width: int) -> str:
         -1.0: "-1",
     }
     near = (name for value, name in known.items() if math.isclose(a, value, rel_tol=_FACTOR_TOLERANCE))
-    return next(near, f"{a:.4g}")
+    # Near one, four digits would show none of what is wrong.
+    return next(near, f"{a:.4g}" if abs(a - 1) > _NEAR_ONE else f"(1 {a - 1:+.2g})")
 
 
 def factors(scene: Scene) -> Iterator[Match]:

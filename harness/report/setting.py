@@ -23,12 +23,13 @@ _MAX_FACT = 400  # characters of one setting
 
 
 def run_seconds(records: RunRecords) -> float:
-    """Wall time of the run, NaN while it has not ended."""
+    """Wall time of the run, NaN while it has not ended, or where the clock was set back meanwhile."""
     try:
         started = datetime.fromisoformat(str(records.run["started"]))
-        return (datetime.fromisoformat(str((records.end or {})["finished"])) - started).total_seconds()
+        took = (datetime.fromisoformat(str((records.end or {})["finished"])) - started).total_seconds()
     except (KeyError, ValueError, TypeError):
         return math.nan
+    return took if took >= 0 else math.nan
 
 
 def facts(records: RunRecords) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UsageError
 from harness.store.hooks import number
+from harness.store.intact import require_shape
 from harness.store.writer import RESULTS, SCHEMA
 
 if TYPE_CHECKING:
@@ -92,16 +93,17 @@ class _Gathered:
     events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     end: dict[str, Any] | None = None
 
-    def take(self, record: dict[str, Any]) -> None:
+    def take(self, record: Any) -> None:
+        require_shape(record)
         kind = record.get("type")
         if kind == "run":
             self.run = self.run or record
             self.expectations = []  # a resumed run reads the ledger anew
             self.end = None  # a resumed run has not ended
         elif kind == "declared":
-            self.declared.update({str(case["id"]): case for case in record["cases"]})
+            self.declared.update({str(case["id"]): case for case in record.get("cases") or ()})
         elif kind == "expectations":
-            self.expectations = [dict(entry) for entry in record["entries"]]
+            self.expectations = [dict(entry) for entry in record.get("entries") or ()]
         elif kind == "engine":
             self.engines[str(record["id"])] = record
         elif kind in ("started", "case"):
@@ -119,8 +121,9 @@ def read_run(folder: Path | str) -> RunRecords:
     folder = Path(folder)
     try:
         lines = (folder / RESULTS).read_bytes().splitlines()
-    except OSError as error:
-        msg = f"no results to read in {str(folder)!r} ({RESULTS}: {error.strerror}): name the folder of a run"
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        msg = f"no results to read in {str(folder)!r} ({RESULTS}: {reason}): name the folder of a run"
         raise UsageError(msg) from error
     gathered = _Gathered()
     damaged: list[int] = []
@@ -129,7 +132,7 @@ def read_run(folder: Path | str) -> RunRecords:
             continue
         try:
             gathered.take(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, RecursionError):
             damaged.append(position)
     _check_schema(gathered.run, folder)
     ids = dict.fromkeys([*gathered.declared, *gathered.events])
@@ -184,7 +187,10 @@ def _case(case_id: str, declaration: Mapping[str, Any] | None, events: list[dict
 def _moment(value: Any) -> str:
     """``at 2026-11-29T17:44:55+00:00 ``, from ISO text or seconds since 1970; empty for nothing."""
     if isinstance(value, int | float):
-        value = datetime.fromtimestamp(value, tz=UTC).isoformat(timespec="seconds")
+        try:
+            value = datetime.fromtimestamp(value, tz=UTC).isoformat(timespec="seconds")
+        except (OverflowError, ValueError, OSError):  # no moment that a calendar has
+            return ""
     return f"at {value} " if value else ""
 
 

@@ -5,6 +5,7 @@ vLLM's own RPC turns a tensor above 256 bytes into an untyped list; bytes arrive
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def encode_block(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
     return {"dtype": dtype_name(dtype), "shape": [total, width], "data": data}
 
 
-def decode_tensor(payload: dict[str, Any], *, copy: bool = True) -> torch.Tensor:
+def decode_tensor(payload: Any, *, copy: bool = True) -> torch.Tensor:
     """Undo :func:`encode_tensor`; the tensor owns its memory and may be written to.
 
     With ``copy=False`` it is a view of the payload's bytes, to be read only.
@@ -45,25 +46,31 @@ def decode_tensor(payload: dict[str, Any], *, copy: bool = True) -> torch.Tensor
     Raises:
         ValueError: the payload lacks a field, names no torch dtype, or its bytes do not fill its shape.
     """
+    if not isinstance(payload, dict):
+        msg = f"tensor payload is {type(payload).__name__}; it is a dict of a torch dtype name, a shape and data"
+        raise ValueError(msg)  # noqa: TRY004 - as below
     try:
-        dtype, shape, data = getattr(torch, payload["dtype"]), payload["shape"], payload["data"]
-    except (KeyError, AttributeError, TypeError) as error:
-        msg = f"tensor payload needs a torch dtype name, a shape and data: {error}"
+        name, shape, data = payload["dtype"], torch.Size(payload["shape"]), memoryview(payload["data"])
+        dtype = getattr(torch, name)
+    except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        msg = f"tensor payload needs a torch dtype name, a shape and data: {type(error).__name__}: {error}"
         raise ValueError(msg) from error
     if not isinstance(dtype, torch.dtype):
-        msg = f"tensor payload names {payload['dtype']!r}, which is no torch dtype"
+        msg = f"tensor payload names {name!r}, which is no torch dtype"
         raise ValueError(msg)  # noqa: TRY004 - a bad payload is a bad value, not a caller's type mistake
-    expected = dtype.itemsize * torch.Size(shape).numel()
-    if len(data) != expected:
-        msg = f"tensor payload of shape {tuple(shape)} {payload['dtype']} needs {expected} bytes, has {len(data)}"
+    expected = dtype.itemsize * math.prod(shape)
+    if min(shape, default=0) < 0 or data.nbytes != expected:
+        msg = f"tensor payload of shape {tuple(shape)} {name} needs {expected} bytes, has {data.nbytes}"
         raise ValueError(msg)
-    if expected == 0:
-        return torch.empty(shape, dtype=dtype)
-    if copy:
-        data = bytearray(data)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+    try:
+        if expected == 0:
+            return torch.empty(shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return torch.frombuffer(bytearray(data) if copy else data, dtype=dtype).reshape(shape)
+    except (RuntimeError, NotImplementedError) as error:
+        msg = f"tensor payload of dtype {name}: torch cannot make one of bytes ({str(error).splitlines()[0]})"
+        raise ValueError(msg) from error
 
 
 def encode_specs(edits: Iterable[Edit]) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 from harness import cli
 from harness.cli import doctor
 from harness.models.cache import CACHE_ENV
+from harness.vllm.internals import relied
 from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
 
 
@@ -79,7 +80,7 @@ def test_models(cache, capsys):
 # --- doctor, on machines made up
 
 
-def _machine(monkeypatch, *, absent=(), broken=(), device="cpu", vllm="0.32.0"):
+def _machine(monkeypatch, *, absent=(), broken=(), device="cpu", vllm="0.32.0", moved=()):
     """Importing these packages gives stand-ins; what is not named is there and fine, torchvision apart."""
     absent = {"torchvision", "torchaudio", *absent} - set(broken)
     torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False), get_num_threads=lambda: 2)
@@ -90,6 +91,7 @@ def _machine(monkeypatch, *, absent=(), broken=(), device="cpu", vllm="0.32.0"):
             return None, "RuntimeError: operator does not exist"
         return {"torch": torch, "vllm.platforms": platforms}.get(name, object()), ""
 
+    monkeypatch.setattr(relied, "missing", lambda _: list(moved))
     monkeypatch.setattr(doctor, "_attempt", attempt)
     monkeypatch.setattr(doctor, "_installed", lambda name: name not in absent)
     monkeypatch.setattr(doctor, "_version", lambda *names: vllm if names[0] == "vllm" else "1.0")
@@ -114,6 +116,10 @@ def test_doctor_where_all_is_well(cache, monkeypatch, capsys):
         ({"broken": ["transformers"]}, "not imported, as what it needs is broken"),
         ({"broken": ["torchvision"]}, "pip uninstall torchvision"),
         ({"device": "tpu"}, "no capture worker"),
+        (
+            {"moved": ["vllm.LLM has no generate, for calling"]},
+            "broken  internals     vllm.LLM has no generate, for",
+        ),
     ],
 )
 def test_doctor_says_what_is_in_the_way(cache, monkeypatch, capsys, options, says):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from harness.parity import candidates
 from harness.parity.patterns import describe
 from harness.parity.synthetic import Stream, stream
 from harness.parity.types import RowRef
@@ -200,6 +201,13 @@ def test_scaled(c, factor, text):
     found = diverge(c)
     assert text in found.explanation
     assert "no hook comes before it" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"), [(1.00001, "(1 +1e-05)"), (0.9998, "(1 -0.0002)"), (1.02, "1.02")]
+)
+def test_a_factor_near_one_is_told_by_what_it_differs_by(factor, text):
+    assert candidates._known_factor(factor, 64) == text
 
 
 @pytest.mark.parametrize(

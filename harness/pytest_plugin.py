@@ -64,7 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1",
     )
     group.addoption(
-        "--backend", default="vllm", metavar="NAME", help="the backend on trial. Default: %(default)s"
+        "--backend",
+        default="vllm",
+        metavar="NAME[@PYTHON]",
+        help="the backend on trial, and the interpreter it lives in if that is not this one. Default: %(default)s",
     )
     group.addoption(
         "--profile",
@@ -94,9 +97,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the plan, so that a wrong option fails before collection."""
     config.addinivalue_line(
         "markers",
-        "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, extra_models=, "
+        "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, needs=, extra_models=, "
         "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
-        "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
+        "models or of one rank, have them serve every point, or name capabilities that a backend has to declare; "
+        "what stands under smoke holds in that profile only",
     )
     option = config.option
     modes = ("compiled", "eager") if option.engine_mode == "both" else (option.engine_mode,)
@@ -300,7 +304,11 @@ def parity(request: pytest.FixtureRequest) -> Any:
     session = request.config.stash[SESSION]
     if session is None:
         pytest.fail("the parity fixture needs a collected run; it cannot be asked for directly")
-    return Parity(session, request.param)
+    found = Parity(session, request.param)
+    marker = request.node.get_closest_marker("parity")
+    if needs := marker.kwargs.get("needs") if marker else None:
+        found.requires(*needs)
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,8 @@ FAMILIES = ("tiny-gemma2", "tiny-granite", "tiny-gptj", "tiny-llama-tied")
 WINDOW = 256
 
 on_vllm = pytest.mark.parity(backends=("vllm",))
-every_family = pytest.mark.parity(extra_models=FAMILIES, backends=("vllm",), smoke={"modes": ("eager",)})
+every_family = pytest.mark.parity(extra_models=FAMILIES, smoke={"modes": ("eager",)})
+of_vllm = pytest.mark.parity(extra_models=FAMILIES, backends=("vllm",), smoke={"modes": ("eager",)})
 
 
 def _short(parity):
@@ -48,7 +49,7 @@ def test_every_position(parity):
     )
 
 
-@every_family
+@of_vllm
 def test_a_second_and_a_third_opinion(parity):
     """The engine's raw logits, and those of its own head in the worker, equal the reference's too."""
     prompts = _short(parity)
@@ -58,7 +59,7 @@ def test_a_second_and_a_third_opinion(parity):
     )
 
 
-@every_family
+@of_vllm
 def test_the_unembedding_is_the_checkpoint_s(parity):
     """W_U read out of the engine is the checkpoint's tensor element by element: no padding row, no wrong tie."""
     name = "lm_head.weight"

@@ -34,6 +34,9 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 #: Ray, and what it needs that the lock has not. Nothing else here needs it, and it is as large as the rest together.
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
+#: Libraries of requirements/audits, which `nox -s audit` judges.
+AUDITED = [file.stem for file in sorted((REQUIREMENTS / "audits").glob("*.txt"))]
+
 #: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
 TEST_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -228,6 +231,21 @@ def ray(session: nox.Session) -> None:
     session.install("--no-deps", *RAY)
     here = Path(session.virtualenv.location, "lib", f"python{PYTHON}", "site-packages")
     _pytest(session, [str(Path("suites", "test_ray.py"))], also=str(here))
+
+
+@nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)
+@nox.parametrize("library", AUDITED, ids=AUDITED)
+def audit(session: nox.Session, library: str) -> None:
+    """Judge another library's captures and edits, in an interpreter of its own. Arguments after -- go to the audit."""
+    location, shared = Path(session.virtualenv.location), _location()
+    if shared is None:
+        session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
+    session.install("--no-deps", "-r", str(REQUIREMENTS / "audits" / f"{library}.txt"))
+    # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
+    site = Path("lib", f"python{PYTHON}", "site-packages")
+    (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
+    backend = f"{library}@{os.path.relpath(_python(location))}"
+    _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)
 
 
 @nox.session(venv_backend="none", requires=["env"], default=False)

@@ -11,7 +11,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from harness.cli import compare, doctor, families, history, models, plan, report
+from harness.cli import audit, compare, doctor, families, history, models, plan, report
 from harness.cli.codes import BROKEN, INCOMPLETE, NO_ENGINE, NOTHING_RAN, OK, USAGE
 from harness.errors import HarnessError, UsageError
 
@@ -49,6 +49,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "compare": compare,
         "history": history,
         "families": families,
+        "audit": audit,
     }
 )
 

@@ -174,8 +174,8 @@ class Plain:
         return bool(getattr(self._runner, "lost", False))
 
     def describe(self) -> dict[str, Any]:
-        """What the backend says of itself."""
-        return {"backend": self.name, **self._describe}
+        """What the backend says of itself, and what it declares."""
+        return {"backend": self.name, **self._describe, "capabilities": self.capabilities.to_json()}
 
     def forward(
         self,

@@ -34,8 +34,16 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 #: Ray, and what it needs that the lock has not. Nothing else here needs it, and it is as large as the rest together.
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
-#: Libraries of requirements/audits, which `nox -s audit` judges.
-AUDITED = [file.stem for file in sorted((REQUIREMENTS / "audits").glob("*.txt"))]
+#: What `nox -s audit` judges → its environment in requirements/audits.
+AUDITED = {
+    "transformer-lens": "transformer-lens",
+    "nnsight": "nnsight",
+    "transformer-lens-vllm": "transformer-lens",
+    "nnsight-vllm": "nnsight",
+    "vllm-lens": "vllm-lens",
+}
+#: Asks for a later Python than the CPU build of torch has; pure Python that runs on this one.
+LATER_PYTHON = "vllm-lens"
 
 #: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
 TEST_ENV = {
@@ -234,15 +242,20 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)
-@nox.parametrize("library", AUDITED, ids=AUDITED)
+@nox.parametrize("library", list(AUDITED), ids=list(AUDITED))
 def audit(session: nox.Session, library: str) -> None:
     """Judge another library's captures and edits, in an interpreter of its own. Arguments after -- go to the audit."""
     location, shared = Path(session.virtualenv.location), _location()
     if shared is None:
         session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
-    session.install("--no-deps", "-r", str(REQUIREMENTS / "audits" / f"{library}.txt"))
-    # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
     site = Path("lib", f"python{PYTHON}", "site-packages")
+    lines = (REQUIREMENTS / "audits" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    late = [pin for pin in pins if pin.split("==")[0] == LATER_PYTHON]
+    session.install("--no-deps", *(pin for pin in pins if pin not in late))
+    if late:
+        session.install("--no-deps", "--python-version", "3.12", "--target", str(location / site), *late)
+    # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
     (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
     backend = f"{library}@{os.path.relpath(_python(location))}"
     _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)

@@ -53,6 +53,9 @@ def undeclared_in_call(
     ]
     if isinstance(specs, list | tuple) and len(prompts) > 1 and any(sets):
         needed.append("edit_per_prompt")
+    specs_of_all = [spec for one in sets for spec in one.values()]
+    if any(isinstance(spec, Mapping) and spec.get("pos") is not None for spec in specs_of_all):
+        needed.append("edit_positions")
     if reason := undeclared(capabilities, *needed):
         return reason
     served = set(capabilities.points(names))

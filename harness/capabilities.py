@@ -19,6 +19,7 @@ FLAGS = {
     "chunking": "steps of at most max_num_batched_tokens tokens; longer prompts take several",
     "logits": "logits of every row",
     "edit_per_prompt": "another set of edits for each prompt of a call",
+    "edit_positions": "edits of some rows and not of others",
     "compiled": "a compiled mode beside the eager one",
     "ranks": "tensor or pipeline parallelism",
 }
@@ -44,6 +45,7 @@ class Capabilities:
     chunking: bool = False
     logits: bool = False
     edit_per_prompt: bool = False
+    edit_positions: bool = False
     compiled: bool = False
     ranks: bool = False
 

@@ -22,21 +22,32 @@ class Adapter:
         module: its name.
         title: what a reader sees.
         url: where findings go.
+    requirements: file of ``requirements/audits`` with its environment's pins, without its ending.
     """
 
     module: str
     title: str
     url: str
+    requirements: str
 
 
-#: Name on the command line → adapter; its environment is pinned in ``requirements/audits/NAME.txt``.
+_TRANSFORMER_LENS = "https://github.com/TransformerLensOrg/TransformerLens"
+_NNSIGHT = "https://github.com/ndif-team/nnsight"
+
+#: Name on the command line → adapter.
 ADAPTERS = {
     "transformer-lens": Adapter(
         "transformer_lens_bridge",
         "TransformerLens, TransformerBridge on transformers",
-        "https://github.com/TransformerLensOrg/TransformerLens",
+        _TRANSFORMER_LENS,
+        "transformer-lens",
     ),
-    "nnsight": Adapter(
-        "nnsight_transformers", "nnsight on transformers", "https://github.com/ndif-team/nnsight"
+    "nnsight": Adapter("nnsight_transformers", "nnsight on transformers", _NNSIGHT, "nnsight"),
+    "transformer-lens-vllm": Adapter(
+        "transformer_lens_vllm", "TransformerLens' vLLM source", _TRANSFORMER_LENS, "transformer-lens"
+    ),
+    "nnsight-vllm": Adapter("nnsight_vllm", "nnsight on vLLM", _NNSIGHT, "nnsight"),
+    "vllm-lens": Adapter(
+        "vllm_lens_engine", "vllm-lens", "https://github.com/UKGovernmentBEIS/vllm-lens", "vllm-lens"
     ),
 }

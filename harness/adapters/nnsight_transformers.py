@@ -37,6 +37,7 @@ class Backend(PaddedBackend):
         "emitted": ["ln_final.hook_normalized"],
         "batch": True,
         "edit_per_prompt": True,
+        "edit_positions": True,
         "logits": True,
     }
 

@@ -35,6 +35,7 @@ class Backend(PaddedBackend):
         "edit": dict.fromkeys(OPS, _PATTERNS),
         "batch": True,
         "edit_per_prompt": True,
+        "edit_positions": True,
         "logits": True,
     }
 

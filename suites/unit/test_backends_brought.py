@@ -8,13 +8,16 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from harness.store import read_run
 from suites.unit.brought import interpreter, package
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "backend"
 MODULE = "parity_backend_example"
 
-#: The example with one line wrong: a block's output is taken for that of the block after it.
+#: The example with a block's output taken for that of the block after it; and with the final norm's module, of which it
+#: does not say that the weight is multiplied in already.
 WRONG = """
 from parity_backend_example import ExampleBackend
 
@@ -25,6 +28,15 @@ class OffByOne(ExampleBackend):
             return super().hook(name, edit, found)
         before = f"blocks.{int(block) - 1}.{point}"
         return super().hook(before, edit, {before: found[name]})
+
+class Unsaid(ExampleBackend):
+    capabilities = {**ExampleBackend.capabilities, "capture": ["ln_final.hook_normalized"], "edit": {}}
+
+    def hook(self, name, edit, found):
+        return self.model.model.norm.register_forward_hook(lambda m, a, out: found[name].append(out[0]))
+
+class Said(Unsaid):
+    capabilities = {**Unsaid.capabilities, "emitted": ["ln_final.hook_normalized"]}
 """
 
 
@@ -82,21 +94,31 @@ def test_the_example_is_short_and_the_docs_show_it_as_it_is():
     assert f"```python\n{source}```" in (EXAMPLE.parents[1] / "backends.md").read_text()
 
 
-def test_a_wrong_backend_is_red_for_the_right_reason(pytestconfig, tmp_path):
-    site = package(tmp_path / "site", "parity-wrong", WRONG, {"off-by-one": "OffByOne"})
+def judge_wrong(pytestconfig, tmp_path, name, backend):
+    """One case on one of the wrong ones: pytest's exit code, and the case."""
+    site = package(tmp_path / "site", "parity-wrong", WRONG, {name: backend})
     (site / f"{MODULE}.py").write_text((EXAMPLE / f"{MODULE}.py").read_text())
-    code, records, said = judge(
-        pytestconfig.rootpath,
-        tmp_path,
-        "off-by-one",
-        "suites/test_activations.py",
-        "-k",
-        "prompt_length and 33",
-        path=str(site),
-    )
-    assert code == 1, said
+    arguments = ("suites/test_activations.py", "-k", "prompt_length and 33")
+    code, records, _ = judge(pytestconfig.rootpath, tmp_path, name, *arguments, path=str(site))
     (case,) = records.cases
-    assert case.outcome == "failed"
+    return code, case
+
+
+@pytest.mark.parametrize(
+    ("backend", "hook", "explanation"),
+    [
+        ("OffByOne", "blocks.1.hook_out", "blocks.0.hook_out"),
+        ("Unsaid", "ln_final.hook_normalized", "the weight is folded in"),
+    ],
+)
+def test_a_wrong_backend_is_red_for_the_right_reason(pytestconfig, tmp_path, backend, hook, explanation):
+    code, case = judge_wrong(pytestconfig, tmp_path, "wrong", backend)
+    assert (code, case.outcome) == (1, "failed"), case.message
     verdict = next(entry["verdict"] for entry in case.verdicts if entry["verdict"])
-    assert verdict["divergence"]["hook"] == "blocks.1.hook_out"
-    assert "blocks.0.hook_out" in verdict["divergence"]["explanation"]
+    assert verdict["divergence"]["hook"] == hook
+    assert explanation in verdict["divergence"]["explanation"]
+
+
+def test_a_convention_that_is_said_is_translated(pytestconfig, tmp_path):
+    code, case = judge_wrong(pytestconfig, tmp_path, "said", "Said")
+    assert (code, case.outcome) == (0, "passed"), case.message

@@ -106,6 +106,14 @@ def test_sets_of_edits_for_each_prompt_are_a_capability():
     )
 
 
+def test_edits_of_some_rows_are_a_capability():
+    whole = Capabilities.read({"capture": None, "edit": None}, "some")
+    edit = {"op": "suppress"}
+    assert undeclared_in_call(whole, [[1]], [], {"intervene": {"embed.hook_out": edit}}) is None
+    some = {"embed.hook_out": {**edit, "pos": 0}}
+    assert undeclared_in_call(whole, [[1]], [], {"intervene": some}).startswith("edit_positions (")
+
+
 def test_a_capability_that_there_is_not():
     assert undeclared(FULL, "chunking") is None
     with pytest.raises(UsageError, match=r"'chunks' is no capability; there are batch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from harness.adapters import ADAPTERS, FOLDER
 from harness.backend import BootConfig, Topology, load_backend
 from harness.elsewhere import worker
 from harness.elsewhere.plain import Plain, PlainClass
@@ -26,7 +28,8 @@ import torch
 
 class Good:
     capabilities = {"capture": ["embed.hook_out", "ln_final.hook_normalized"], "edit": {"add": ["embed.hook_out"]},
-                    "emitted": ["ln_final.hook_normalized"], "batch": True, "edit_per_prompt": True, "logits": True}
+                    "emitted": ["ln_final.hook_normalized"], "batch": True,
+                    "edit_per_prompt": True, "edit_positions": True, "logits": True}
     def __init__(self, config):
         self.dtype = getattr(torch, config.dtype)
     @classmethod
@@ -361,3 +364,54 @@ def test_an_engine_supervises_it_and_everything_ends_with_it(python, tiny_folder
         assert all(gone(pid) for pid in started)
     finally:
         pool.close()
+
+
+def test_each_adapter_has_its_pins_its_session_and_its_module(pytestconfig):
+    tree = ast.parse((pytestconfig.rootpath / "noxfile.py").read_text())
+    (audited,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "AUDITED"
+    ]
+    assert audited == {name: adapter.requirements for name, adapter in ADAPTERS.items()}
+    for adapter in ADAPTERS.values():
+        assert (FOLDER / f"{adapter.module}.py").is_file()
+        pins = (pytestconfig.rootpath / "requirements" / "audits" / f"{adapter.requirements}.txt").read_text()
+        assert all("==" in line for line in pins.splitlines() if line and not line.startswith("#"))
+
+
+def test_adapters_import_nothing_of_this_project():
+    for file in FOLDER.glob("*.py"):
+        imported = [
+            (node.module or "", node.level) if isinstance(node, ast.ImportFrom) else (node.names[0].name, 0)
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert not [name for name, level in imported if not level and name.split(".")[0] == "harness"], (
+            file.name
+        )
+
+
+def test_shared_parts_of_adapters_edit_and_cut_as_they_say():
+    from harness.adapters.padded import PaddedBackend, edited
+
+    value = torch.arange(12.0).reshape(2, 3, 2)
+    add = {"rows": [1], "scale": 1.0, "bias": torch.tensor([10.0, 20.0])}
+    nothing = {"rows": None, "scale": 0.0, "bias": torch.tensor(0.0)}
+    value[1] = torch.inf
+    made = edited(value, {0: add, 1: nothing})
+    assert made[0].tolist() == [[0.0, 1.0], [12.0, 23.0], [4.0, 5.0]]
+    assert made[1].tolist() == [[0.0, 0.0]] * 3
+    assert value[0, 1].tolist() == [2.0, 3.0]
+
+    class Echo(PaddedBackend):
+        def call(self, ids, mask, capture, edits):
+            assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+            assert edits == {"embed.hook_out": {1: {"hook": "embed.hook_out"}}}
+            wide = ids[:, :, None].half()
+            return dict.fromkeys(capture, wide), wide
+
+    edits = [[], [{"hook": "embed.hook_out"}]]
+    found = Echo(None).run([[5, 6, 7], [8]], capture=["x"], edits=edits, new_tokens=1, logits=True)
+    assert [rows.flatten().tolist() for rows in found["captured"]["x"]] == [[5.0, 6.0, 7.0], [8.0]]
+    assert [rows.dtype for rows in found["logits"]] == [torch.float32] * 2

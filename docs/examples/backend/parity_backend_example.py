@@ -15,6 +15,7 @@ class ExampleBackend:
         "edit": {op: [f"blocks.*.{name}" for name in MODULES] for op in ("suppress", "scale", "add", "set")},
         "batch": True,
         "edit_per_prompt": True,
+        "edit_positions": True,
         "logits": True,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from harness.errors import HarnessError, UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from harness.audit import Audit
 
@@ -73,12 +75,25 @@ def run(arguments: argparse.Namespace) -> int:
     options += ["-k", arguments.keyword] if arguments.keyword else []
     _, where = run_suites(folder, arguments.suites, options)
     audit = audit_of(read_run(where))
+    audit.command = _command(arguments, models, dtypes)
     if arguments.beside != "none" and any(suite.passed for suite in audit.suites):
         _add_overhead(audit, arguments, models[0], dtypes[0], where)
     (where / "audit.json").write_text(json.dumps(audit.to_json(), indent=1) + "\n", encoding="utf-8")
     (where / "audit.md").write_text(audit_text(audit), encoding="utf-8")
     print(f"{audit.backend}: {audit.verdict}\naudit: {where / 'audit.md'}")
     return _status(audit)
+
+
+def _command(arguments: argparse.Namespace, models: Sequence[str], dtypes: Sequence[str]) -> str:
+    """What makes this audit again, wherever its reports go."""
+    parts = ["vllm-parity", "audit", "--backend", arguments.backend]
+    parts += [part for model in models for part in ("--model", model)]
+    parts += [part for dtype in dtypes for part in ("--dtype", dtype)]
+    if arguments.engine_mode != "eager":
+        parts += ["--engine-mode", arguments.engine_mode]
+    parts += ["--suites", *arguments.suites] if arguments.suites else []
+    parts += ["-k", arguments.keyword] if arguments.keyword else []
+    return shlex.join(parts)
 
 
 def _status(audit: Audit) -> int:

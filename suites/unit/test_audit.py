@@ -232,4 +232,8 @@ def test_the_command_writes_an_audit_of_what_cannot_even_boot(pytestconfig, tmp_
     (text,) = (tmp_path / "out").rglob("audit.md")
     assert "**did not boot**: the library's own words" in text.read_text()
     kept = json.loads(text.with_suffix(".json").read_text())
+    assert kept["command"] == (
+        "vllm-parity audit --backend failing --model tiny-llama --dtype fp32 "
+        "--suites suites/test_activations.py -k twice"
+    )
     assert (kept["schema"], kept["verdict"]) == (1, "nothing could be judged")

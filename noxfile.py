@@ -45,6 +45,16 @@ BAND: dict[str, dict[str, str | None]] = {
     },
     "0.32": {},
 }
+#: What `nox -s audit` judges → its environment in requirements/audits.
+AUDITED = {
+    "transformer-lens": "transformer-lens",
+    "nnsight": "nnsight",
+    "transformer-lens-vllm": "transformer-lens",
+    "nnsight-vllm": "nnsight",
+    "vllm-lens": "vllm-lens",
+}
+#: Asks for a later Python than the CPU build of torch has; pure Python that runs on this one.
+LATER_PYTHON = "vllm-lens"
 
 #: What a test session sets unless the caller has: models come from the package, engines stay small, no telemetry.
 TEST_ENV = {
@@ -281,6 +291,26 @@ def _with_pins(lock: str, pins: dict[str, str | None]) -> str:
     """A lock with some packages at other versions, added, or left out."""
     kept = [line for line in lock.splitlines() if line.partition("==")[0] not in pins]
     return "\n".join([*kept, *(f"{name}=={version}" for name, version in pins.items() if version)]) + "\n"
+
+
+@nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)
+@nox.parametrize("library", list(AUDITED), ids=list(AUDITED))
+def audit(session: nox.Session, library: str) -> None:
+    """Judge another library's captures and edits, in an interpreter of its own. Arguments after -- go to the audit."""
+    location, shared = Path(session.virtualenv.location), _location()
+    if shared is None:
+        session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
+    site = Path("lib", f"python{PYTHON}", "site-packages")
+    lines = (REQUIREMENTS / "audits" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    late = [pin for pin in pins if pin.split("==")[0] == LATER_PYTHON]
+    session.install("--no-deps", *(pin for pin in pins if pin not in late))
+    if late:
+        session.install("--no-deps", "--python-version", "3.12", "--target", str(location / site), *late)
+    # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
+    (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
+    backend = f"{library}@{os.path.relpath(_python(location))}"
+    _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)
 
 
 @nox.session(venv_backend="none", requires=["env"], default=False)

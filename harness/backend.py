@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from harness.results import ForwardResult
 
-__all__ = ["DTYPES", "MODES", "Backend", "BootConfig", "Topology", "backend_names", "load_backend"]
+__all__ = [
+    "DTYPES",
+    "MODES",
+    "Backend",
+    "BootConfig",
+    "Bootable",
+    "Topology",
+    "backend_names",
+    "load_backend",
+]
 
 #: Short names people type → torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -60,7 +69,7 @@ class BootConfig:
     """Everything that decides which engine is booted; cases with equal configs share one engine.
 
     Attributes:
-        backend: entry-point name, ``vllm`` or ``hf`` here.
+        backend: entry-point name, ``vllm`` or ``hf`` here, or ``name@python`` for one in its own interpreter.
         model: what the person typed; ``path`` is where its checkpoint lies.
         dtype: torch's name, ``float32``.
         mode: ``compiled`` or ``eager``.
@@ -84,6 +93,12 @@ class BootConfig:
         return next(short for short, full in DTYPES.items() if full == self.dtype)
 
     @property
+    def backend_name(self) -> str:
+        """The backend in a few characters: an interpreter's path by its digest."""
+        name, _, python = self.backend.partition("@")
+        return f"{name}~{hashlib.sha256(python.encode()).hexdigest()[:6]}" if python else name
+
+    @property
     def id(self) -> str:
         """Readable, for logs, test ids and the report; equality of configs is decided by :meth:`to_json`."""
         parts = [
@@ -94,7 +109,7 @@ class BootConfig:
             f"step{self.max_num_batched_tokens}",
         ]
         if self.backend != "vllm":
-            parts.insert(0, self.backend)
+            parts.insert(0, self.backend_name)
         parts += [
             f"{key}={_short(value)}"
             for key, value in sorted(self.options.items())
@@ -143,7 +158,11 @@ def _file_name(text: str) -> str:
 
 
 class Backend(Protocol):
-    """A way to run a model that can be captured from."""
+    """A way to run a model that can be captured from.
+
+    One may also have ``capabilities``, a :class:`~harness.capabilities.Capabilities`: without it everything is asked of
+    it. For a class with ``run`` in place of ``forward`` see :class:`harness.elsewhere.PlainBackend`.
+    """
 
     supported_hook_points: Sequence[str]  #: in forward order
     non_fireable_hook_points: dict[str, str]  #: name → why not
@@ -187,15 +206,31 @@ def backend_names() -> list[str]:
     return sorted({point.name for point in entry_points(group="harness.backends")})
 
 
-def load_backend(name: str) -> type[Backend]:
-    """Import the backend class registered as ``name``.
+class Bootable(Protocol):
+    """What a backend is booted with: its class, or what stands for it. It may also have ``check(config)``."""
+
+    def boot(self, config: BootConfig) -> Any:
+        """A :class:`Backend`; see :meth:`Backend.boot`."""
+        ...
+
+
+def load_backend(name: str) -> Bootable:
+    """Import the backend class registered as ``name``, or say how ``name@python`` is booted.
 
     Raises:
         UsageError: no such name, with those that exist.
     """
+    from harness.elsewhere import Elsewhere, PlainClass
+
+    if "@" in name:
+        return Elsewhere(*name.split("@", 1))
     for point in entry_points(group="harness.backends"):
         if point.name == name:
-            cls: type[Backend] = point.load()
-            return cls
-    msg = f"no backend {name!r} is installed; there are: {', '.join(backend_names()) or 'none'}"
+            cls: Any = point.load()
+            bootable: Bootable = cls if hasattr(cls, "forward") else PlainClass(cls)
+            return bootable
+    from harness.adapters import ADAPTERS
+
+    own = f"; {name!r} runs in its own interpreter: {name}@path/to/python" if name in ADAPTERS else ""
+    msg = f"no backend {name!r} is installed; there are: {', '.join(backend_names()) or 'none'}{own}"
     raise UsageError(msg)

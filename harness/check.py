@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.artifacts import Evidence
+from harness.asking import undeclared_in_call
 from harness.backend import Topology
 from harness.edit_check import EditedCall, problems_of
 from harness.interventions import parse_interventions, plain_specs
@@ -63,6 +64,8 @@ class Parity(Subject):
     ) -> ForwardResult:
         """Run prompts on the engine, capturing every point unless told otherwise; the rest as the driver takes it."""
         names = self.hook_points if capture is None else list(capture)
+        if reason := undeclared_in_call(self.capabilities, prompts, names, kwargs):
+            self.not_applicable(f"{self.config.backend_name} declares no {reason}")
         return self.engine.forward(prompts, capture=names, **kwargs)
 
     def judge(

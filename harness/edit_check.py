@@ -25,6 +25,7 @@ from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.points import BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
+from harness.results import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,10 +86,11 @@ def problems_of(call: EditedCall) -> list[str]:
     with_edits, without = _references(call)
     _values(call, with_edits, without)
     _change(call, with_edits, without)
-    # The last hook has none after it: that an edit there was handed on shows in the tokens alone.
-    call.problems += greedy_problems(
-        call.parity, call.prompts, call.edited.new_tokens, label=f"{call.label}: tokens", edits=call.edits
-    )
+    # The last hook has none after it: that an edit there was handed on shows in the tokens alone, if there are any.
+    if NO_TOKEN not in itertools.chain.from_iterable(call.edited.new_tokens):
+        call.problems += greedy_problems(
+            call.parity, call.prompts, call.edited.new_tokens, label=f"{call.label}: tokens", edits=call.edits
+        )
     return call.problems
 
 

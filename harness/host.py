@@ -70,7 +70,8 @@ def _answer(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], 
         except BaseException as error:  # noqa: BLE001 - everything is reported to the suite, which raises it there
             traceback.print_exc()
             sys.stderr.flush()
-            send(connection, {"ok": False, "error": _describe(error)})
+            lost = bool(getattr(backend, "lost", False))
+            send(connection, {"ok": False, "error": _describe(error), "lost": lost})
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 return
         else:
@@ -85,7 +86,10 @@ def _boot(config_json: str) -> Any:
 
 
 def _introduce(backend: Any) -> dict[str, Any]:
+    from harness.capabilities import FULL
+
     return {
+        "capabilities": getattr(backend, "capabilities", FULL).to_json(),
         "describe": backend.describe(),
         "supported": list(backend.supported_hook_points),
         "non_fireable": dict(backend.non_fireable_hook_points),

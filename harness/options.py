@@ -54,7 +54,11 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="TPxPPy",
         help="tp1, tp2, pp2, tp2pp2; repeatable. Default: tp1",
     )
-    group.addoption("--backend", metavar="NAME", help="the backend on trial. Default: vllm")
+    group.addoption(
+        "--backend",
+        metavar="NAME[@PYTHON]",
+        help="the backend on trial, and the interpreter it lives in if that is not this one. Default: vllm",
+    )
     profiles = "; ".join(f"{name}: {profile.description}" for name, profile in PROFILES.items())
     group.addoption("--profile", dest="parity_profile", metavar="NAME", help=f"{profiles}. Default: smoke")
     group.addoption(

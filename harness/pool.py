@@ -10,6 +10,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from harness.capabilities import FULL, Capabilities
 from harness.errors import CaptureError, EngineError, UsageError
 from harness.host import serve
 from harness.interventions import plain_specs
@@ -65,6 +66,7 @@ class Engine:
         self.describe: dict[str, Any] = {}
         self.supported_hook_points: list[str] = []
         self.non_fireable_hook_points: dict[str, str] = {}
+        self.capabilities: Capabilities = FULL
         self._process = process
         self._connection = connection
         self._step_timeout = step_timeout
@@ -163,6 +165,7 @@ class Engine:
         self.describe = header["describe"]
         self.supported_hook_points = header["supported"]
         self.non_fireable_hook_points = header["non_fireable"]
+        self.capabilities = Capabilities.read(header["capabilities"], self.config.backend_name)
 
     def _send(self, header: dict[str, Any]) -> None:
         try:
@@ -192,6 +195,8 @@ class Engine:
         if not header["ok"]:
             error = header["error"]
             message = error["message"] if error["kind"] in _ERRORS else self._with_log(error["message"])
+            if header.get("lost"):
+                self.kill()  # what it stood for is gone; the next who asks gets a fresh one
             raise _ERRORS.get(error["kind"], EngineError)(message)
         return header, tensors
 

@@ -58,9 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the plan, so that a wrong option fails before collection."""
     config.addinivalue_line(
         "markers",
-        "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, extra_models=, "
+        "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, needs=, extra_models=, "
         "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
-        "models or of one rank, or have them serve every point; what stands under smoke holds in that profile only",
+        "models or of one rank, have them serve every point, or name capabilities that a backend has to declare; "
+        "what stands under smoke holds in that profile only",
     )
     config.stash[SESSION] = None
     try:
@@ -285,7 +286,11 @@ def parity(request: pytest.FixtureRequest) -> Any:
     session = request.config.stash[SESSION]
     if session is None:
         pytest.fail("the parity fixture needs a collected run; it cannot be asked for directly")
-    return Parity(session, request.param)
+    found = Parity(session, request.param)
+    marker = request.node.get_closest_marker("parity")
+    if needs := marker.kwargs.get("needs") if marker else None:
+        found.requires(*needs)
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,9 +18,11 @@ from harness.points import REBUILT_TEMPLATES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows"]
+__all__ = ["NO_TOKEN", "ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows"]
 
 
+#: Stands for the new token of a backend that has neither tokens nor logits; it is never fed to anything.
+NO_TOKEN = -1
 #: How names end of points whose value is a matrix of queries by keys.
 _SQUARE = tuple(template.partition("{i}")[2] for template in REBUILT_TEMPLATES)
 
@@ -34,7 +36,7 @@ class ForwardResult:
             engine's dtype, on CPU, zeros right of each row's end; attention scores and patterns (batch, heads, seq of
             queries, seq of keys), -inf and 0 where nothing is seen.
         lengths: rows per request: prompt tokens plus fed-back decode tokens (``n_prompt + k - 1``).
-        new_tokens: greedy token ids per request, ``k`` each.
+        new_tokens: greedy token ids per request, ``k`` each; :data:`NO_TOKEN` from a backend that makes none.
         logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
         raw_output: the engine's own output, for those who need more; None across a process border.
         stats: fires per hook, forward steps, seconds, whatever the backend measured; JSON-able.

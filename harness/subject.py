@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.asking import undeclared
+from harness.conventions import Emission
 from harness.geometry import Geometry
 from harness.points import TEMPLATES, all_points, every_point, select
 from harness.reference.load import as_dtype
 
 if TYPE_CHECKING:
     from harness.backend import BootConfig
-    from harness.conventions import Emission
+    from harness.capabilities import Capabilities
     from harness.pool import Engine
     from harness.session import ParitySession
 
@@ -69,8 +71,20 @@ class Subject:
         """How many times the reference's own error an engine may make."""
         return self._session.k
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine's backend declares."""
+        return self.engine.capabilities
+
+    def requires(self, *names: str) -> None:
+        """Make the case not applicable to a backend that does not declare each of these capabilities."""
+        if reason := undeclared(self.capabilities, *names):
+            self.not_applicable(f"{self.config.backend_name} declares no {reason}")
+
     def emission(self, hook: str) -> Emission:
-        """How a module of this model emits the value of ``hook``, at the engine's dtype."""
+        """How what the engine works on at ``hook`` holds the point's value, at the engine's dtype."""
+        if not self.capabilities.is_emitted(hook):
+            return Emission()
         from harness.reference.weights import emission
 
         return emission(self.config.path, hook, as_dtype(self.config.dtype))
@@ -87,10 +101,15 @@ class Subject:
 
     @property
     def hook_points(self) -> list[str]:
-        """What the engine must serve, whatever it says itself: the usual points, or those it was booted for."""
+        """What the engine must serve, whatever it says itself: the usual points, or those it was booted for.
+
+        A backend that declares what it can capture is held to that much of them; with none the case is not applicable.
+        """
         asked = self.config.options.get("hook_points")
         if asked is None:
-            return all_points(self.n_layers)
+            return self.capabilities.points(all_points(self.n_layers)) or self.not_applicable(
+                f"{self.config.backend_name} declares none of the points captured here"
+            )
         return self.every_point if asked == "every" else select(asked, every_point(self.n_layers))
 
     @cached_property

@@ -51,9 +51,12 @@ class Sizes:
     """How large a hook's values are: the median over rows of their root mean square, measured on the engine."""
 
     def __init__(self, parity) -> None:
+        self._parity = parity
         self._captured = parity.forward([of_length(parity, 20)]).captured
 
     def of(self, hook: str) -> float:
         """Two digits, so that what is printed is short."""
+        if hook not in self._captured:
+            self._parity.not_applicable(f"{hook} is not among the points that the backend declares")
         rows = self._captured[hook][0].flatten(1).double()
         return float(f"{float(rows.square().mean(dim=1).sqrt().median()):.2g}")

@@ -20,6 +20,7 @@ def test_prompt_length(parity, n):
     parity.check(prompts, parity.forward(prompts))
 
 
+@pytest.mark.parity(needs=("chunking",))
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_around_the_step_limit(parity, offset):
     """A prompt of exactly as many tokens as one step takes, one fewer, one more."""

@@ -26,7 +26,6 @@ def _check(parity, prompts, result, label):
     parity.check(prompts, result, label=label)
 
 
-@on_vllm
 def test_greedy_tokens(parity):
     """Eight greedy tokens each: the reference's own wherever its margin exceeds the noise, teacher-forced otherwise."""
     prompts = [of_length(parity, n, seed=i) for i, n in enumerate((12, 5, 20))]

@@ -51,7 +51,7 @@ def test_edits_on_real_text(parity):
     parity.check_edits(prompts, specs, label=f"rotation {rotation}")
 
 
-@tiny
+@pytest.mark.parity(needs=("chunking",), smoke={"models": ("tiny-llama",)})
 def test_around_a_chunk_border(parity):
     """One prompt in two chunks: the last row of the first, the first of the second, both, and all from there on."""
     step = parity.step
@@ -105,7 +105,7 @@ def test_decode_steps(parity):
     assert edited.lengths == [12, 69, 8]
 
 
-@tiny
+@pytest.mark.parity(backends=("vllm",), smoke={"models": ("tiny-llama",)})
 def test_as_many_programs_as_there_is_room_for(parity):
     """Sixteen requests with an edit each of its own; a seventeenth combination is refused, by number and way out."""
     hook = "blocks.0.mlp.hook_out"

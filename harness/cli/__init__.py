@@ -12,7 +12,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from harness.cli import bisect, compare, doctor, families, history, models, plan, report, repro, trial
+from harness.cli import audit, bisect, compare, doctor, families, history, models, plan, report, repro, trial
 from harness.cli.codes import BROKEN, INCOMPLETE, NO_ENGINE, NOTHING_RAN, OK, USAGE
 from harness.errors import HarnessError, UsageError
 
@@ -53,6 +53,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "history": history,
         "families": families,
         "trial": trial,
+        "audit": audit,
     }
 )
 

@@ -10,9 +10,10 @@ from harness.bisect.bench import Call
 from harness.bisect.investigate import COMPUTED, READ, SOUND, investigate
 from harness.bisect.settings import able, neighbours, try_settings
 from harness.bisect.words import needs, sentence
+from harness.parity.types import RowRef
 from harness.prompts import of_length
 
-#: Lengths of the prompts; the last is served in two chunks.
+#: Lengths of the prompts; the last is served in two chunks, of 40 and 30 in a batch and of 64 and 6 alone.
 RAGGED = (5, 7, 12, 70)
 
 
@@ -31,7 +32,7 @@ FAULTS = {
     "tiny-llama": {
         "blocks.MlpWrongFromFive": Named(COMPUTED, "blocks.2.mlp.hook_out", 5, "the MLP of block 2"),
         "blocks.AttentionWrongInChunks": Named(
-            COMPUTED, "blocks.1.attn.hook_out", 64, "the output projection of attention of block 1"
+            COMPUTED, "blocks.1.attn.hook_out", 40, "the output projection of attention of block 1"
         ),
         "workers.ResidualHalfDropped": Named(READ, "blocks.0.hook_out", 0),
         "workers.LayerOffByOne": Named(READ, "blocks.0.hook_out", 0),
@@ -102,7 +103,7 @@ def test_a_sound_engine_is_not_blamed(parity):
     models=("tiny-llama",), backends=("vllm",), dtypes=("fp32",), modes=("eager",), steps=(64,)
 )
 def test_the_setting_that_a_fault_needs_is_named(parity):
-    """A fault of later chunks: right in one step, and the smallest call is one prompt cut at its first wrong row."""
+    """A fault of later chunks: right in one step, wrong with one prompt alone, from where its second chunk begins."""
     with parity.planted("blocks.AttentionWrongInChunks", **everything(parity)) as faulty:
         result = investigate(faulty, ragged(parity))
         settings = list(neighbours(faulty.config, ragged(parity), "simpler"))
@@ -110,5 +111,6 @@ def test_the_setting_that_a_fault_needs_is_named(parity):
     told = list(needs(result.narrowed, tried))
     parity.note("needs", told=told)
     assert [(one.name, one.wrong) for one in tried] == [("the whole batch in one step of 320", False)], told
-    assert result.narrowed.beside == ()
+    assert (result.narrowed.beside, result.narrowed.call[1]) == ((), RowRef(0, 64)), told
+    assert result.narrowed.cut is False, "a chunk of one row is right"
     assert told[-1] == "the whole batch in one step of 320: right there"

@@ -177,6 +177,10 @@ class Bench:
         """Requests with a wrong row."""
         return [row.request for row in self._found]
 
+    def first_wrong(self, request: int) -> RowRef | None:
+        """The first wrong row of a request; None where all of its rows are right."""
+        return next((row for row in self._found if row.request == request), None)
+
     @cached_property
     def _found(self) -> list[RowRef]:
         parity = self.parity

@@ -168,21 +168,30 @@ def _plain_only(search: Search) -> Found:
 
 def _narrowed(bench: Bench, say: Callable[[str], None]) -> Narrowed:
     """Leave out what the failure does not need: other requests, later tokens, edits."""
-    call, row, parity = bench.call, bench.rows[0], bench.parity
+    call, row = bench.call, bench.rows[0]
     smallest = (call, row)
+
+    def found(smaller: Call, at: RowRef) -> RowRef | None:
+        """The first wrong row of the request: with fewer requests chunks begin elsewhere, and so may the fault."""
+        try:
+            return Bench(bench.parity, smaller, disturbed=bench.disturbed).first_wrong(at.request)
+        except CaptureError:
+            return None  # another failure than the one that is looked for
 
     def fails(smaller: Call, at: RowRef) -> bool:
         try:
-            one = Bench(parity, smaller, disturbed=bench.disturbed, rows=[at])
+            one = Bench(bench.parity, smaller, disturbed=bench.disturbed, rows=[at])
             return any(not reading.share <= 1 for reading in one.readings().values())
         except CaptureError:
-            return False  # another failure than the one that is looked for
+            return False
 
     others = [i for i in range(len(call.prompts)) if i != row.request]
     beside: tuple[int, ...] | None = None
     if others:
-        beside = tuple(fewest(others, lambda some: fails(*_with(call, row, some))))
-        smallest = _with(call, row, beside)
+        beside = tuple(fewest(others, lambda some: found(*_with(call, row, some)) is not None))
+        if len(beside) < len(others):
+            fewer, at = _with(call, row, beside)
+            smallest = (fewer, found(fewer, at) or at)
         say(f"needs {_requests(beside)} beside it" if beside else "fails alone")
     cut: bool | None = None
     if (shorter := _cut(*smallest)) is not None:

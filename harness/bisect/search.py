@@ -102,8 +102,10 @@ def first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
 def fewest(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
     """A smallest subset, in the sense that none of it can be left out, for which ``fails``; ``items`` all do.
 
-    Halves are tried before single items, so one needed of n costs about 2 · log2 n calls.
+    None of them is tried first, then halves before single items: one needed of n costs about 2 · log2 n calls.
     """
+    if not items or fails([]):
+        return []
     kept = list(items)
     size = len(kept) // 2
     while size:
@@ -115,7 +117,7 @@ def fewest(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list
             else:
                 at += size
         size //= 2
-    return [] if len(kept) == 1 and fails([]) else kept
+    return kept
 
 
 @dataclass

@@ -44,7 +44,9 @@ def needs(narrowed: Narrowed | None, tried: Sequence[Tried] = ()) -> Iterator[st
         names = ", ".join(map(str, narrowed.beside))
         yield f"needs request{'s' * (len(narrowed.beside) > 1)} {names} beside it in the batch"
     elif narrowed.beside is not None:
-        yield "needs no other request in the batch"
+        at = narrowed.call[1].position
+        moved = f": alone it is wrong from position {at} on" if at != row.position else ""
+        yield f"needs no other request in the batch{moved}"
     if narrowed.cut is not None:
         length = len(call.prompts[narrowed.call[1].request])
         yield (

@@ -246,6 +246,23 @@ def test_the_neighbour_that_it_takes(session) -> None:
     assert told[0].startswith("1 request is wrong; looked at: request 0 from position 3")
 
 
+def test_a_fault_that_moves_when_the_batch_does(session) -> None:
+    """As the first row of a second chunk does."""
+
+    def spoil(_parity, result):
+        places = {(8, 3, 5): 3, (8,): 6}
+        if (place := places.get(tuple(result.lengths))) is not None:
+            result.captured["blocks.2.attn.hook_out"][0, place] += 1
+
+    narrowed = investigate(Planted(session, spoil=spoil), CALL).narrowed
+    assert narrowed is not None
+    assert (narrowed.row, narrowed.beside, narrowed.cut) == (RowRef(0, 3), (), False)
+    assert narrowed.call == (Call((PROMPTS[0],)), RowRef(0, 6))
+    assert "needs no other request in the batch: alone it is wrong from position 6 on" in list(
+        needs(narrowed)
+    )
+
+
 def test_an_engine_that_contradicts_itself(session) -> None:
     parity = Planted(session)
 

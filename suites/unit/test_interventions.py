@@ -583,3 +583,23 @@ class TestPlainSpecs:
     def test_what_json_cannot_carry(self, wrong, where):
         with pytest.raises(UsageError, match=re.escape(where)):
             plain_specs(wrong)
+
+
+def test_the_position_that_stands_twice_is_the_one_named():
+    with pytest.raises(UsageError, match="position 5 is named twice"):
+        parse_interventions(
+            {"embed.hook_out": {"op": "suppress", "pos": [3, 5, 4, 5]}},
+            widths={"embed.hook_out": 2},
+            nonfireable={},
+            lengths=[9],
+        )
+
+
+def test_the_element_that_is_not_finite_is_named_in_two_as_in_many():
+    with pytest.raises(UsageError, match="element 1 is inf, which is not finite"):
+        parse_interventions(
+            {"embed.hook_out": {"op": "add", "value": [0.0, float("inf")]}},
+            widths={"embed.hook_out": 2},
+            nonfireable={},
+            lengths=[9],
+        )

@@ -128,3 +128,21 @@ class TestFigures:
     def test_a_value_that_is_not_finite_shows(self):
         broken = [torch.tensor([[3.0, math.nan, 0.0], [1.0, 1.001, 0.0]])]
         assert logit_figures(broken, self.truth, self.noise, k=3.0).max_kl == math.inf
+
+
+def test_logits_are_fp32_whatever_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = Unembedding(torch.eye(3, dtype=torch.float32), scale=2.0).logits(
+            torch.ones(2, 3, dtype=torch.bfloat16)
+        )
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, torch.full((2, 3), 2.0))
+
+
+def test_one_shard_is_the_vocabulary():
+    whole = torch.arange(6.0).reshape(3, 2)
+    assert assemble_vocabulary([(0, whole)], 3).data_ptr() == whole.data_ptr()

@@ -124,3 +124,66 @@ def test_a_step_that_is_the_whole_request_is_not_copied():
         join_segments([Segment(0, whole)], 10, what="x")
     with pytest.raises(CaptureError, match=r"1 of 9 rows were never captured \(positions 0\)"):
         join_segments([Segment(1, whole)], 9, what="x")
+
+
+@pytest.fixture
+def another_default():
+    """What an engine's process may have made of torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("another_default")
+def test_rows_keep_their_dtype():
+    """Out of order or padded: the engine's dtype stays, whatever the process has for a default."""
+    whole = rows(6).bfloat16()
+    joined = join_segments([Segment(4, whole[4:]), Segment(0, whole[:4])], 6, what="x")
+    assert joined.dtype == torch.bfloat16
+    assert torch.equal(joined, whole)
+    assert pad_rows([whole, whole[:2]]).dtype == torch.bfloat16
+
+
+def test_a_segment_that_is_all_of_it_is_not_copied():
+    whole = rows(5)
+    assert join_segments([Segment(0, whole)], 5, what="x").data_ptr() == whole.data_ptr()
+    assert torch.equal(join_segments([Segment(0, whole)], 3, what="x"), whole[:3])
+    with pytest.raises(CaptureError, match=r"1 of 5 rows .*positions 0\)"):
+        join_segments([Segment(1, whole)], 5, what="x")
+
+
+def test_a_later_segment_past_the_end_is_cut():
+    """Read before the one it follows, so that its rows are looked at one by one."""
+    whole = rows(9)
+    joined = join_segments([Segment(4, whole[4:]), Segment(0, whole[:5])], 7, what="x")
+    assert torch.equal(joined, whole[:7])
+
+
+@pytest.mark.parametrize(("n", "shown"), [(8, "0, 1, 2, 3, 4, 5, 6, 7)"), (9, "0, 1, 2, 3, 4, 5, 6, 7, …)")])
+def test_how_many_missing_positions_are_shown(n, shown):
+    with pytest.raises(CaptureError) as caught:
+        join_segments([], n, what="x")
+    assert str(caught.value).endswith(f"(positions {shown}")
+
+
+def test_rows_of_a_pattern_are_its_queries():
+    """(batch, heads, queries, keys), padded on the left by two: row q holds every head's weights of query q."""
+    square = torch.arange(2 * 3 * 5 * 5, dtype=torch.float32).reshape(2, 3, 5, 5)
+    result = ForwardResult({"blocks.0.attn.hook_pattern": square}, [3, 5], [], starts=[2, 0])
+    got = result.rows("blocks.0.attn.hook_pattern", 0)
+    assert got.shape == (3, 3, 3)
+    for query in range(3):
+        for head in range(3):
+            assert torch.equal(got[query, head], square[0, head, 2 + query, 2:])
+    assert torch.equal(result.rows_by_hook()["blocks.0.attn.hook_pattern"][1][4], square[1, :, 4].flatten())
+
+
+def test_padding_wants_a_start_per_request():
+    with pytest.raises(ValueError, match="zip"):
+        pad_rows([rows(2), rows(3)], starts=[0])
+
+
+def test_an_unclear_request_is_told_with_what_was_found():
+    with pytest.raises(CaptureError, match=r"a-0123abcd, a-4567abcd"):
+        match_request_id("a", ["a-0123abcd", "a-4567abcd"])

@@ -109,3 +109,10 @@ def test_unknown_architecture_lists_those_with_an_overlay():
         UsageError, match=r"'LlamaForCasualLM' has no decoder overlay \(nearest: LlamaForCausalLM\)"
     ):
         get_overlay("LlamaForCasualLM")
+
+
+def test_a_wrong_name_is_found_behind_a_right_one():
+    with pytest.raises(UsageError, match=r"unknown hook 'embed.hook_outt'.* did you mean 'embed.hook_out'"):
+        check_capture(["embed.hook_out", "embed.hook_outt"], ["embed.hook_out", "blocks.0.hook_out"], {})
+    with pytest.raises(UsageError, match=r"capture holds 7 \(int\)"):
+        check_capture(["embed.hook_out", 7], ["embed.hook_out"], {})

@@ -147,12 +147,12 @@ def test_one_that_did_not_boot_is_listed_with_its_error(tmp_path):
     records = run_of(
         tmp_path / "run",
         [case(1, "activations", "error", message="EngineError: no such *module*")],
-        boot_error="no such *module*",
+        boot_error="no such *module*\nlast lines of /somewhere/engines/e.log:\n  Traceback",
     )
     audit = audit_of(records)
     assert audit.verdict == "nothing could be judged"
     assert not any(flag.declared for flag in audit.flags)
-    assert "**did not boot**: no such \\*module\\*" in audit_text(audit)
+    assert "**did not boot**: no such \\*module\\*\n" in audit_text(audit)
 
 
 def test_nothing_but_what_is_not_applicable_is_no_pass(tmp_path):

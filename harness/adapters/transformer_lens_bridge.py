@@ -61,7 +61,10 @@ class Backend(PaddedBackend):
             logits, cache = self.model.run_with_cache(
                 ids, attention_mask=mask, names_filter=[names[name] for name in capture]
             )
-        return {name: cache[names[name]] for name in capture}, logits
+        # Below fp32 the bridge's own norm hands out fp32, where transformers rounds before the weight; every other
+        # point comes at the model's dtype.
+        dtype = logits.dtype
+        return {name: cache[names[name]].to(dtype) for name in capture}, logits
 
 
 def _hook(edits: Mapping[int, Mapping[str, Any]], tensor: torch.Tensor, hook: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .engines import EngineBackend, engine_options
-from .padded import OPS
+from .padded import OPS, tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class Backend(EngineBackend):
         from transformer_lens.model_bridge.sources.vllm import boot_vllm
 
         options["dtype"] = getattr(torch, config.dtype)
-        return cls(boot_vllm(config.path, enable_batching=True, **options))
+        bridge = boot_vllm(config.path, tokenizer=tokenizer_of(config.path), enable_batching=True, **options)
+        return cls(bridge)
 
     def run(
         self,

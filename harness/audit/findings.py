@@ -199,7 +199,8 @@ def _boot(engine: Mapping[str, Any]) -> dict[str, Any]:
         "model": config.get("model"),
         "dtype": config.get("dtype"),
         "describe": {k: v for k, v in (engine.get("describe") or {}).items() if k != "worker_pid"},
-        "error": str(error) if error else None,
+        # The log's last lines are for whoever has the log.
+        "error": str(error).partition("\nlast lines of ")[0] if error else None,
     }
 
 

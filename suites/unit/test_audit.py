@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from harness.audit import Overhead, audit_of, audit_text
+from harness.audit import Overhead, audit_of, audit_text, measure_overhead
+from harness.backend import BootConfig
+from harness.capabilities import Capabilities
 from harness.cli import main
 from harness.errors import UsageError
 from harness.store import RunStore, read_run
@@ -144,12 +147,12 @@ def test_one_that_did_not_boot_is_listed_with_its_error(tmp_path):
     records = run_of(
         tmp_path / "run",
         [case(1, "activations", "error", message="EngineError: no such *module*")],
-        boot_error="no such *module*",
+        boot_error="no such *module*\nlast lines of /somewhere/engines/e.log:\n  Traceback",
     )
     audit = audit_of(records)
     assert audit.verdict == "nothing could be judged"
     assert not any(flag.declared for flag in audit.flags)
-    assert "**did not boot**: no such \\*module\\*" in audit_text(audit)
+    assert "**did not boot**: no such \\*module\\*\n" in audit_text(audit)
 
 
 def test_nothing_but_what_is_not_applicable_is_no_pass(tmp_path):
@@ -237,3 +240,22 @@ def test_the_command_writes_an_audit_of_what_cannot_even_boot(pytestconfig, tmp_
         "--suites suites/test_activations.py -k twice"
     )
     assert (kept["schema"], kept["verdict"]) == (1, "nothing could be judged")
+
+
+def test_capturing_is_timed_beside_the_same_forward_without():
+    """By the backend's own clock, with the points it declares, and one prompt where it takes no batch."""
+    calls = []
+
+    class Engine:
+        capabilities = Capabilities.read({"capture": ["blocks.*.hook_out"]}, "mine")
+
+        def forward(self, prompts, *, capture):
+            calls.append((len(prompts), len(capture)))
+            return SimpleNamespace(stats={"seconds": 0.010 + 0.005 * bool(capture)})
+
+    config = BootConfig("mine@env/bin/python", "tiny", "path", mode="eager")
+    found = measure_overhead(SimpleNamespace(get=lambda _: Engine()), config, layers=3, vocab=50)
+    assert (found.plain, found.captured, found.points, found.rows) == (0.010, 0.015, 3, 120)
+    assert found.ratio == pytest.approx(1.5)
+    assert found.backend == config.backend_name
+    assert set(calls) == {(1, 0), (1, 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -54,7 +55,7 @@ class Entry:
     logits: torch.Tensor
     routing: Routing
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())

@@ -100,12 +100,13 @@ class References:
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "forward": 0.0})
     disk: DiskCache | None = None
     _entries: OrderedDict[tuple[Any, ...], Entry] = field(default_factory=OrderedDict)
+    _held: int = 0
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept rows."""
-        return sum(entry.nbytes for entry in self._entries.values())
+        return self._held
 
     def get(
         self,
@@ -204,6 +205,7 @@ class References:
         """Forget every model and every row; safe to call twice."""
         self._models.clear()
         self._entries.clear()
+        self._held = 0
 
     def _run(
         self,
@@ -247,7 +249,9 @@ class References:
         key = (folder, dtype, role, asked.key, templates)
         entry = self._entries.get(key)
         if entry is None or (logits and not entry.logits.numel()):
-            entry = self._entries[key] = self._fetch(folder, dtype, role, asked, templates, logits=logits)
+            found = self._fetch(folder, dtype, role, asked, templates, logits=logits)
+            self._held += found.nbytes - (entry.nbytes if entry is not None else 0)
+            entry = self._entries[key] = found
         self._entries.move_to_end(key)
         return entry
 
@@ -334,10 +338,9 @@ class References:
 
     def _evict(self) -> None:
         """Drop the least recently used sequences until the limit holds."""
-        total = self.nbytes
-        while self._entries and total > self.max_bytes:
+        while self._entries and self._held > self.max_bytes:
             _, entry = self._entries.popitem(last=False)
-            total -= entry.nbytes
+            self._held -= entry.nbytes
 
 
 def _replaced(base: ReferenceRun, places: dict[int, int], other: ReferenceRun) -> ReferenceRun:

@@ -78,7 +78,7 @@ def _read(result: Result) -> str:
     why = (
         "what is put in there reads back wrong, too"
         if result.stays
-        else "the truth put in there spoils what was right, so it goes elsewhere"
+        else "the truth put in there spoils what was right, so what is read and set there is another value"
         if hook != "logits"
         else "they are put together wrongly"
     )

@@ -26,7 +26,7 @@ from harness.points import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["LOGITS", "Stage", "after", "branch_of", "part_of", "stage_name", "stages_of"]
+__all__ = ["LOGITS", "Stage", "after", "branch_of", "carries_on", "part_of", "stage_name", "stages_of"]
 
 #: Under this name logits stand where hooks do, after all of them.
 LOGITS = "logits"
@@ -60,7 +60,7 @@ _PARTS = {
     ROT_K: "the rotary embedding of keys",
     HEAD_Z: "attention itself, from queries, keys and values to the heads' outputs",
     ATTN_OUT: "the output projection of attention",
-    MLP_IN: "what leads from attention into the MLP: a norm, a sum",
+    MLP_IN: "what leads from attention into the MLP (a norm, a sum)",
     MLP_OUT: "the MLP",
     BLOCK_OUT: "the sum that makes its output",
     FINAL_NORM: "the final norm",
@@ -137,6 +137,11 @@ def stage_name(hooks: Iterable[str]) -> str:
 def branch_of(hook: str) -> str:
     """Which branch a point belongs to: ``attention``, ``MLP``, ``norm``, ``residual stream`` and so on."""
     return _BRANCHES[template_of(hook)]
+
+
+def carries_on(hook: str, later: str) -> bool:
+    """Whether two wrong points of one block may have one cause: the stream between attention and MLP goes to both."""
+    return template_of(hook) == MLP_IN and template_of(later) == BLOCK_OUT
 
 
 def part_of(hook: str, served: Collection[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.bisect.investigate import COMPUTED, DRIFT, READ, REFUSED, SOUND
-from harness.bisect.stages import branch_of, part_of
+from harness.bisect.stages import branch_of, carries_on, part_of
 from harness.parity.text import figure
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _read(result: Result) -> str:
     why = (
         "what is put in there reads back wrong, too"
         if result.stays
-        else "the truth put in there spoils what was right, so it goes elsewhere"
+        else "the truth put in there spoils what was right, so what is read and set there is another value"
         if hook != "logits"
         else "they are put together wrongly"
     )
@@ -103,7 +103,10 @@ def _computed(result: Result) -> str:
     assert result.found is not None  # noqa: S101 - there is no site without a search
     (culprit, site), *others = result.found.wrong
     text = _site(culprit, site, result)
-    also = [one for _, one in others]
+    same = [one for one in culprit.sites if carries_on(site.hook, one.hook)]
+    if same:
+        text += f"; so is {same[0].hook}, to which the same sum goes on"
+    also = [one for _, one in others if one not in same]
     if also:
         shown = ", ".join(f"{one.hook} ({branch_of(one.hook)})" for one in also[:3])
         text += f"; wrong by itself as well: {shown}{', …' if len(also) > 3 else ''}"

@@ -165,6 +165,24 @@ def test_two_wrong_blocks_are_both_named(session) -> None:
     assert "wrong by itself as well: blocks.3.attn.hook_out (attention)" in sentence(result)
 
 
+def test_what_lies_between_attention_and_the_mlp_is_one_cause(session) -> None:
+    """What attention adds to the stream is changed after it was read: the MLP is given it, and so is the sum."""
+
+    def plant(layers):
+        norm = layers[1].post_attention_layernorm
+
+        def spoil(module, args):
+            args[0][..., 0].add_(0.5)  # the residual stream's own memory
+
+        norm.register_forward_pre_hook(spoil)
+
+    result = investigate(Planted(session, plant), CALL)
+    assert result.found is not None
+    assert [site.hook for _, site in result.found.wrong] == ["blocks.1.mlp.hook_in", "blocks.1.hook_out"]
+    assert result.found.culprits[0].heals
+    assert "so is blocks.1.hook_out, to which the same sum goes on" in sentence(result)
+
+
 def test_a_decode_row_and_edits_of_the_call(session) -> None:
     edits = (None, {"blocks.1.hook_out": {"op": "scale", "factor": 1.5}}, None)
     plant = lambda layers: late(layers[2].mlp.down_proj, 9)  # noqa: E731

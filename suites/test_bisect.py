@@ -52,7 +52,13 @@ FAULTS = {
 }
 MODELS = tuple(FAULTS)
 on_planted_engines = pytest.mark.parity(
-    models=MODELS, extra_models=MODELS, backends=("vllm",), dtypes=("fp32",), modes=("eager",), steps=(64,)
+    models=MODELS,
+    extra_models=MODELS,
+    backends=("vllm",),
+    dtypes=("fp32",),
+    modes=("eager",),
+    steps=(64,),
+    smoke={"models": ("tiny-llama",)},
 )
 
 

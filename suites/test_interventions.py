@@ -91,6 +91,17 @@ def test_one_set_for_the_batch(parity):
     parity.check_edits(prompts, {hook: {"op": "add", "value": value, "pos": [0, 1]}})
 
 
+@tiny
+def test_every_row_of_the_batch(parity):
+    """Every op, somewhere from the first hook to the last, on all rows alike: the least that a backend can be asked."""
+    hooks, sizes = hooks_by_depth(parity), Sizes(parity)
+    prompts = [of_length(parity, n, seed=i) for i, n in enumerate((33, 2, 12))]
+    for number in range(len(OPS)):
+        hook = hooks[round(number * (len(hooks) - 1) / (len(OPS) - 1))]
+        op = OPS[number - 1](sizes.of(hook), parity.geometry.row_width(hook))
+        parity.check_edits(prompts, {hook: op}, label=f"{op['op']} at {hook}")
+
+
 def test_decode_steps(parity):
     """Edits without positions go on at decode steps; edits of decode rows touch those alone."""
     hook = f"blocks.{parity.n_layers // 2}.hook_out"

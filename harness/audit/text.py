@@ -128,13 +128,18 @@ def _flags(audit: Audit) -> str:
 
 
 def _failures(audit: Audit) -> str:
+    """One line per way of failing: a backend that does not boot fails every case alike."""
     if not audit.failures:
         return "None.\n"
-    lines = [
-        f"- {_inline(one.title)} ({one.outcome}): {_inline(one.begins)}" for one in audit.failures[:_MOST]
-    ]
-    if len(audit.failures) > _MOST:
-        lines.append(f"- … and {len(audit.failures) - _MOST} more, in audit.json")
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in audit.failures:
+        alike.setdefault((one.outcome, one.begins), []).append(one.title)
+    lines = []
+    for (outcome, begins), titles in list(alike.items())[:_MOST]:
+        what = _inline(titles[0]) if len(titles) == 1 else f"{len(titles)} cases"
+        lines.append(f"- {what} ({outcome}): {_inline(begins)}")
+    if len(alike) > _MOST:
+        lines.append(f"- … and {len(alike) - _MOST} more, in audit.json")
     return "\n".join([*lines, ""])
 
 

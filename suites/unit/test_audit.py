@@ -155,6 +155,12 @@ def test_one_that_did_not_boot_is_listed_with_its_error(tmp_path):
     assert "**did not boot**: no such \\*module\\*\n" in audit_text(audit)
 
 
+def test_cases_that_fail_alike_are_told_once(tmp_path):
+    cases = [case(n, "activations", "error", message="EngineError: no accelerator") for n in range(30)]
+    text = audit_text(audit_of(run_of(tmp_path / "run", cases, boot_error="no accelerator")))
+    assert "- 30 cases (error): EngineError: no accelerator\n" in text
+
+
 def test_nothing_but_what_is_not_applicable_is_no_pass(tmp_path):
     skipped = case(1, "generation", "skipped", skip_class="not-applicable", reason=DECODE)
     assert audit_of(run_of(tmp_path / "run", [skipped])).verdict == "nothing could be judged"

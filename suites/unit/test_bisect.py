@@ -24,6 +24,7 @@ from harness.bisect.investigate import COMPUTED, READ, REFUSED, SOUND, investiga
 from harness.bisect.settings import able, neighbours, try_settings
 from harness.bisect.words import needs, sentence
 from harness.bisect.write import Subject, write
+from harness.capabilities import FULL
 from harness.check import Parity
 from harness.cli import main
 from harness.errors import CaptureError, EngineError, UsageError
@@ -41,6 +42,8 @@ CALL = Call(PROMPTS)
 
 class Planted(Parity):
     """An engine in this process: transformers, with whatever is wrong in it."""
+
+    capabilities = FULL
 
     def __init__(self, session: ParitySession, plant=None, spoil=None) -> None:
         super().__init__(session, CONFIG)

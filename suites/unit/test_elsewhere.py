@@ -285,7 +285,10 @@ connection.poll(10)
             'connection.send_bytes(json.dumps({"protocol": 99, "ok": True}).encode()); connection.send_bytes(b"")',
             r"backend odd: .* speaks protocol 99, this one 1; its worker is .*odd, and this is for protocol 1",
         ),
-        ('connection.send_bytes(b"good morning"); connection.send_bytes(b"")', r"during hello is no message"),
+        (
+            'connection.send_bytes(b"good morning"); connection.send_bytes(b"")',
+            r"backend odd: what came over the pipe is no message \(JSONDecodeError",
+        ),
         ("sys.exit(4)", r"backend odd: its worker died during hello \(exit code 4\)"),
     ],
 )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from harness.errors import HarnessError
-from harness.provenance import redact_text
 from harness.report import overview, setting
 from harness.report.budgets import bars
 from harness.report.matrix import NO_VALUE, matrix
-from harness.report.numbers import count, duration
 from harness.report.pack import Pack
+from harness.report.templating import TEMPLATES, clean, environment
 from harness.report.timing import boots_figure, model_times
 from harness.report.view import SEVERITY, anchors, case_view
 from harness.store import read_run, tally
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build_report", "render"]
 
-_TEMPLATES = Path(__file__).parent / "templates"
 #: Scripts of the page: the first runs before anything is drawn.
 _SCRIPTS = {"early": ("theme.js",), "late": ("heat.js", "panel.js", "unpack.js", "list.js", "page.js")}
 #: Outcomes that are told at the top of the page, the first of them without a click and without the script. Only so
@@ -40,10 +36,6 @@ URGENT = ("failed", "error", "lost", "not-run")
 _MAX_TOP, _MAX_OPEN = 12, 3
 #: Failures beyond these have fewer columns and no gates.
 _MAX_FULL = 60
-_MIN_SECRET = 12  # characters
-_LINK = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)\]]")
-#: Control characters (not tab and newline), lone surrogates, and those that reorder text on screen.
-_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 def build_report(folder: Path | str) -> Path:
@@ -71,22 +63,22 @@ def build_report(folder: Path | str) -> Path:
 def render(records: RunRecords) -> str:
     """The page. The same records give the same bytes."""
     views = _views(records)
-    environment, pack = _environment(), Pack()
+    templates, pack = environment(), Pack()
     urgent = [view for view in views if view.kind in URGENT][:_MAX_TOP]
     on_top = {view.anchor for view in urgent}
-    body = environment.get_template("case.html.j2").module.body  # type: ignore[attr-defined] # a macro
-    by_check = environment.get_template("matrix.html.j2").module.table  # type: ignore[attr-defined] # a macro
-    engines = environment.get_template("setting.html.j2").module.engine_table  # type: ignore[attr-defined] # a macro
+    body = templates.get_template("case.html.j2").module.body  # type: ignore[attr-defined] # a macro
+    by_check = templates.get_template("matrix.html.j2").module.table  # type: ignore[attr-defined] # a macro
+    engines = templates.get_template("setting.html.j2").module.engine_table  # type: ignore[attr-defined] # a macro
     about = setting.facts(records)
 
     def packed(html: str) -> str:
-        return pack.add(_clean(html))
+        return pack.add(clean(html))
 
     order = sorted(views, key=lambda view: SEVERITY.index(view.kind))
     closed = {view.anchor: packed(body(view, 4)) for view in urgent[_MAX_OPEN:]}
     rows = [(view, "" if view.anchor in on_top else packed(body(view, 3))) for view in order]
     scripts = {name: Markup(_script(*files)) for name, files in _SCRIPTS.items()}  # noqa: S704 - our own files
-    page = environment.get_template("index.html.j2").render(
+    page = templates.get_template("index.html.j2").render(
         banner=overview.banner(records, views),
         facts=about,
         failed=[view for view in urgent if view.kind == "failed"],
@@ -105,12 +97,12 @@ def render(records: RunRecords) -> str:
         tally=tally(records),
         run_id=str(records.run.get("run_id") or "unknown"),
         damaged=records.damaged,
-        style=Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
+        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
         scripts=scripts,
         digests=[_digest(script) for script in scripts.values()],
         packs=pack.texts(),
     )
-    return _clean(page)
+    return clean(page)
 
 
 def _views(records: RunRecords) -> list[CaseView]:
@@ -152,48 +144,9 @@ def _choices(views: list[CaseView]) -> dict[str, list[tuple[str, int]]]:
 
 def _script(*files: str) -> str:
     """Several files in one function of their own, as one inline script."""
-    text = "\n".join((_TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
+    text = "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
     return f'"use strict";\n(() => {{\n{text}\n}})();'
 
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _clean(html: str) -> str:
-    """No characters that hide or reorder text, and nothing that looks like a token."""
-    return _INVISIBLE.sub("\ufffd", redact_text(html))
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_masked,
-    )
-    environment.filters["linked"] = _linked
-    environment.filters["count"] = count
-    environment.filters["duration"] = duration
-    return environment
-
-
-def _masked(value: Any) -> Any:
-    """Values on their way into the page: long enough text loses what looks like a secret in it."""
-    return redact_text(value) if type(value) is str and len(value) >= _MIN_SECRET else value
-
-
-def _linked(text: str) -> Markup:
-    """Escaped text in which web addresses can be followed."""
-    text = redact_text(text)
-    parts, end = [], 0
-    for match in _LINK.finditer(text):
-        address = escape(match[0])
-        parts += [
-            escape(text[end : match.start()]),
-            Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(address),
-        ]
-        end = match.end()
-    return Markup("").join([*parts, escape(text[end:])])

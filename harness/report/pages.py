@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.errors import UsageError
-from harness.report.numbers import count, duration, ratio
+from harness.report.templating import TEMPLATES, clean, environment
 from harness.report.view import anchors
-from harness.report.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,22 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RunLinks", "page", "write_page"]
 
-_TEMPLATES = Path(__file__).parent / "templates"
-
 
 def page(template: str, values: Mapping[str, Any]) -> str:
     """Fill a template of this package; everything in ``values`` that is no :class:`Markup` is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"count": count, "duration": duration, "ratio": ratio}
-    style = "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "runs.css"))
-    text = environment.get_template(template).render(style=Markup(style), **values)  # noqa: S704 - our own files
-    return visible(text)
+    style = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "runs.css"))
+    text = environment().get_template(template).render(style=Markup(style), **values)  # noqa: S704 - our own files
+    return clean(text)
 
 
 def write_page(text: str, target: Path | str) -> Path:

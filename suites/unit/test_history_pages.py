@@ -171,3 +171,26 @@ def test_grown_hooks_are_marks_on_top():
     assert figure.count('class="grown"') == 2
     assert "3 hooks" in figure
     assert "2 grew" in figure
+
+
+def test_pages_beside_a_report_give_no_secret_away(tmp_path):
+    """A token in what a run recorded is blanked in what compare and history write, as in the report itself."""
+    secret = "hf_" + "A1b2C3d4" * 4
+    case = declaration(0, model=f"model {secret}")
+    before, after = (
+        run(
+            tmp_path / "reports" / name,
+            cases=[case],
+            outcomes=[outcome],
+            message=f"token {secret}",
+            name=name,
+        )
+        for name, outcome in (("a", "passed"), ("b", "failed"))
+    )
+    comparison, history = tmp_path / "compare.html", tmp_path / "history.html"
+    assert main(["compare", str(before), str(after), "--html", str(comparison)]) == BROKEN
+    assert main(["history", str(tmp_path / "reports"), "--html", str(history)]) == OK
+    for page in (comparison, history):
+        text = page.read_text(encoding="utf-8")
+        assert secret not in text
+        assert "model " in text

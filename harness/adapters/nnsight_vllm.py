@@ -40,7 +40,7 @@ class Backend(EngineBackend):
         del edits, new_tokens, logits  # none of them declared
         layers = [self.engine.model.layers[int(name.split(".")[1])] for name in capture]
         with self.engine.trace(temperature=0.0, max_tokens=1) as tracer:
-            values = [].save()  # type: ignore[attr-defined]
+            values = [].save()  # type: ignore[attr-defined]  # nnsight gives it to lists
             for prompt in prompts:
                 with tracer.invoke(list(prompt)):
                     # What a layer adds, and the stream it adds it to.

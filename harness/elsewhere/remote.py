@@ -104,7 +104,7 @@ class Elsewhere:
             header = runner.ask("boot", {"load": _load(self.name), "config": config.to_json()})[0]
             describe = {**runner.hello, **header["describe"]}
             return Plain(config, runner, header["capabilities"], describe)
-        except BaseException:
+        except BaseException:  # Ctrl-C too must leave no worker behind
             runner.close()
             raise
 
@@ -213,7 +213,7 @@ class RemoteRunner:
             self.lost = True
             msg = f"{self._who}: {error}; its worker is {self._python}, and this is for protocol {PROTOCOL}"
             raise EngineError(msg) from error
-        except Exception as error:
+        except Exception as error:  # bytes of another library may fail to parse in any way
             self.lost = True
             msg = (
                 f"{self._who}: what its worker sent during {operation} is no message ({type(error).__name__})"

@@ -145,7 +145,7 @@ def _boot(launch: Launch, task: Mapping[str, Any], folder: Path, schedule: Sched
         if process is not None:
             process.close()
         return None
-    except BaseException:
+    except BaseException:  # Ctrl-C too must leave no peer behind
         if process is not None:
             process.close()
         raise

@@ -24,7 +24,7 @@ class Trace(PaddedRunner):
         """Block → (batch, longest, width)."""
         inputs = {"input_ids": padded.ids, "attention_mask": padded.mask}
         with self.model.trace(inputs, use_cache=False, logits_to_keep=1):
-            values = [layer.output for layer in self.model.model.layers].save()  # type: ignore[attr-defined]
+            values = [layer.output for layer in self.model.model.layers].save()  # type: ignore[attr-defined]  # nnsight gives it to lists
         return dict(enumerate(values))
 
     def plain_one(self, padded: Padded) -> None:

@@ -25,7 +25,7 @@ class Engine:
     def collect(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Per prompt, (length, width) of each layer: what it adds, and the stream it adds it to."""
         with self.model.trace(temperature=0.0, max_tokens=1) as tracer:
-            values = [].save()  # type: ignore[attr-defined]
+            values = [].save()  # type: ignore[attr-defined]  # nnsight gives it to lists
             for prompt in prompts:
                 with tracer.invoke(list(prompt)):
                     values.append([sum(layer.output) for layer in self.model.model.layers])

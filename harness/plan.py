@@ -32,8 +32,8 @@ class Profile:
 
 PROFILES = {
     "smoke": Profile("minutes on two cores", (64,), 25),
-    "full": Profile("every step size", (64, 16, 256), 300),
-    "nightly": Profile("every step size, most examples", (64, 16, 256), 1000),
+    "full": Profile("every family at every dtype and mode, within an hour on two cores", (64,), 50),
+    "nightly": Profile("everything: every rank layout and step size, most examples", (64, 16, 256), 1000),
 }
 
 

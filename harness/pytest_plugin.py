@@ -59,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, needs=, extra_models=, "
-        "extra_topologies=, every_point=, smoke={}): narrow the engines a test runs on, add to a run of the default "
-        "models or of one rank, have them serve every point, or name capabilities that a backend has to declare; "
-        "what stands under smoke holds in that profile only",
+        "extra_topologies=, every_point=, smoke={}, full={}): narrow the engines a test runs on, add to a run of the "
+        "default models or of one rank, have them serve every point, or name capabilities that a backend has to "
+        "declare; what stands under smoke holds in that profile, and in full unless full says otherwise",
     )
     config.stash[SESSION] = None
     try:
@@ -129,17 +129,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     limits: dict[str, Any] = dict(marker.kwargs) if marker else {}
     try:
         plan = metafunc.config.stash[PLAN]
-        smoke = limits.get("smoke", {}) if plan.profile == "smoke" else {}
+        shorter = _limits_of(plan.profile, limits)
         extra = limits.get("extra_models", ()), limits.get("extra_topologies", ())
         # What is added has to be named by the test's own limits, so a plain test stays on what was asked for.
         every = [c for c in plan.configs(*extra) if _wanted(c, limits)]
         # The profile makes a run shorter, and never takes the last engine a test was asked to run on.
-        configs = [c for c in every if _wanted(c, {**limits, **smoke})] or every
+        configs = [c for c in every if _wanted(c, {**limits, **shorter})] or every
     except UsageError as error:
         _refuse(error)
     if limits.get("every_point"):
         configs = [c.with_options(**EVERY_POINT) for c in configs]
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
+
+
+def _limits_of(profile: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """What a test is narrowed to in a profile: ``full`` is as ``smoke`` unless the test says otherwise."""
+    smoke: dict[str, Any] = limits.get("smoke", {})
+    return {"smoke": smoke, "full": limits.get("full", smoke)}.get(profile, {})
 
 
 def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
@@ -172,7 +178,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if reporter is not None:  # a worker of a distributed run has none
                 reporter.write_line(f"{foreign} of these are none of its cases, and are left out")
         _deselect(config, items, lambda item: config_of(item) is not None and case_id(item) not in left)
-    elif config.stash[PLAN].profile == "smoke" and not config.option.markexpr:
+    elif config.stash[PLAN].profile != "nightly" and not config.option.markexpr:
         _deselect(config, items, lambda item: item.get_closest_marker("slow") is not None)
     found = {item: config_of(item) for item in items}
     models = dict.fromkeys(one.model for one in found.values() if one is not None)

@@ -10,6 +10,7 @@ worker, or all of them, can be killed like a run in one process. Nothing has to 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -64,15 +65,27 @@ class Orders:
 
 def orders_of(config: pytest.Config) -> Orders | None:
     """What this worker has been told; None in a process that is no worker."""
-    told = getattr(config, "workerinput", {}).get(_KEY)
+    given: dict[str, Any] = getattr(config, "workerinput", {})
+    told = given.get(_KEY)
     if told is None:
         return None
+    _share_cores(given["workercount"])
     folder, resumed = Path(told["folder"]), None
     if told["resumed"] is not None:
-        given = told["resumed"]
-        plan: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["plan"].items()}
-        resumed = Resumed(folder, Plan(**plan), frozenset(given["declared"]), frozenset(given["finished"]))
+        left = told["resumed"]
+        plan: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in left["plan"].items()}
+        resumed = Resumed(folder, Plan(**plan), frozenset(left["declared"]), frozenset(left["finished"]))
     return Orders(folder, resumed)
+
+
+def _share_cores(workers: int) -> None:
+    """Have this worker's engines and reference compute on its share of the cores, unless the caller has said.
+
+    On CPU vLLM binds its threads to cores, and engines of two workers would be bound to the same ones.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 class Controller:

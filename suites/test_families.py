@@ -22,6 +22,7 @@ every_family = pytest.mark.parity(
     steps=(64,),
     every_point=True,
     smoke={"models": SMOKE, "dtypes": ("fp32",), "modes": ("eager",)},
+    full={},
 )
 
 

@@ -36,6 +36,7 @@ def margins(route):
     backends=("vllm",),
     steps=(64,),
     smoke={"models": MIXTURES[:1], "dtypes": ("bf16",), "modes": ("eager",)},
+    full={},
 )
 def test_experts(parity):
     """What the gates are given sends tokens to the same experts, but within noise; the experts' outputs are judged."""

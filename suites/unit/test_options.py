@@ -96,13 +96,37 @@ def test_a_run_that_every_test_was_narrowed_out_of_is_not_green(pytestconfig, tm
     [
         ([], "test_taps_hold_what_was_promised[tiny-llama-bf16-eager", "test_time_of_taps"),
         (["-m", "slow"], "test_time_of_taps[smollm2-135m-fp32-compiled", "test_nothing_grows"),
-        (["--profile", "full"], "test_time_of_taps[smollm2-135m-fp32-eager", "step16"),
+        (
+            ["--profile", "full"],
+            "test_taps_hold_what_was_promised[tiny-llama-bf16-eager",
+            "test_time_of_taps",
+        ),
+        (["--profile", "nightly"], "test_time_of_taps[smollm2-135m-fp32-eager", "step16"),
     ],
 )
-def test_slow_cases_are_left_out_of_smoke_unless_named(pytestconfig, arguments, listed, left_out):
+def test_slow_cases_are_left_out_of_all_but_nightly_unless_named(pytestconfig, arguments, listed, left_out):
     done = collected(pytestconfig, "suites/test_budgets.py", *arguments)
     assert listed in done
     assert left_out not in done
+
+
+def test_full_is_smoke_and_every_family(pytestconfig):
+    """One profile holds the next: what a short run covers, a longer one does too."""
+    smoke, full, nightly = (
+        {
+            line
+            for line in collected(pytestconfig, "suites", "--ignore=suites/unit", "--profile", name).split(
+                "\n"
+            )
+            if "[" in line
+        }
+        for name in ("smoke", "full", "nightly")
+    )
+    assert smoke < full < nightly
+    added = {line.split("::")[0] for line in full - smoke}
+    assert added == {"suites/test_families.py", "suites/test_routing.py"}
+    for family in ("tiny-qwen3moe", "tiny-phi3"):
+        assert sum(f"test_captures[{family}-" in line for line in full) == 4
 
 
 def test_engines_that_serve_every_point_are_engines_of_their_own(pytestconfig):

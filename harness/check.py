@@ -22,6 +22,7 @@ from harness.prompts import calibration
 from harness.reference.load import as_dtype
 from harness.reference.references import JITTERS
 from harness.reference.run import teacher_forced
+from harness.routes import Routes
 from harness.routing import follow_routes, settle_routes
 from harness.subject import Subject
 
@@ -203,7 +204,7 @@ class Parity(Subject):
         asked: dict[str, Any] = {
             "edits": edits,
             "logits": logits,
-            "choices": choices or self.choices(sequences, edits),
+            "choices": choices or self.routes.taken(sequences, edits),
         }
         pair = references.get(path, dtype, sequences, names, jitters=jitters, **asked)
         if not more_for:
@@ -211,47 +212,18 @@ class Parity(Subject):
         return references.with_more(pair, more_for, path, dtype, sequences, names, **asked)
 
     @cached_property
-    def is_mixture(self) -> bool:
-        """Whether its tokens go to experts."""
-        from harness.reference.families import tree_of_config
-
-        return bool(tree_of_config(self.hf_config).router)
-
-    def router(self, block: int) -> torch.Tensor:
-        """A block's router at the engine's dtype, (experts, width)."""
-        return self._session.references.router(self.config.path, self.config.dtype, block)
-
-    def choices(
-        self, sequences: Sequence[Sequence[int]], edits: Requests | None = None
-    ) -> list[tuple[Choice, ...]]:
-        """Per sequence, where this engine was found to go to other experts than the truth prefers."""
-        taken = self._session.routes
-        return [taken.get(self._route(ids, edits, i), ()) for i, ids in enumerate(sequences)]
-
-    def take(self, ids: Sequence[int], edits: Requests | None, choices: tuple[Choice, ...]) -> None:
-        """Have the truth of one sequence, with the first of ``edits``, go where this engine goes from now on."""
-        self._session.routes[self._route(ids, edits, 0)] = choices
-
-    def _route(self, ids: Sequence[int], edits: Requests | None, number: int) -> tuple[Any, ...]:
-        here = frozenset(edit.digest for edit in edits[number]) if edits is not None else frozenset()
-        return (self.config.to_json(), tuple(ids), here)
+    def routes(self) -> Routes:
+        """Where tokens of a mixture go."""
+        return Routes(self._session, self.config, self.hf_config)
 
     def settle_routes(
         self, prompts: Sequence[Sequence[int]], result: ForwardResult, edits: Requests | None = None
     ) -> None:
         """Find out where a mixture's tokens went, before anything is concluded from a difference of two calls."""
-        if not self.is_mixture:
-            return
-        sequences, rows = teacher_forced(prompts, result.new_tokens), result.rows_by_hook()
-        settle_routes(self, sequences, rows, edits)
-        while follow_routes(
-            self,
-            sequences,
-            rows,
-            self._verdict(prompts, sequences, rows, list(rows), edits)[0],
-            edits,
-        ):
-            pass
+        if self.routes.exist:
+            sequences, rows = teacher_forced(prompts, result.new_tokens), result.rows_by_hook()
+            settle_routes(self, sequences, rows, edits)
+            self._settled(prompts, sequences, rows, edits)
 
     def edits(self, intervene: Any, lengths: Sequence[int]) -> Requests:
         """Read specs as the engine does, for requests of so many rows."""

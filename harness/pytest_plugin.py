@@ -144,8 +144,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _limits_of(profile: str, limits: dict[str, Any]) -> dict[str, Any]:
     """What a test is narrowed to in a profile: ``full`` is as ``smoke`` unless the test says otherwise."""
-    smoke: dict[str, Any] = limits.get("smoke", {})
-    return {"smoke": smoke, "full": limits.get("full", smoke)}.get(profile, {})
+    smoke = limits.get("smoke", {})
+    found: dict[str, Any] = {"smoke": smoke, "full": limits.get("full", smoke)}.get(profile, {})
+    return found
 
 
 def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:

@@ -61,7 +61,7 @@ def follow_routes(
     Returns:
         Whether the comparison is worth another look. Always False for models without experts.
     """
-    if verdict.passed or not parity.is_mixture:
+    if verdict.passed or not parity.routes.exist:
         return False
     hook = next(one for one in verdict.hooks if not one.passed)
     found: list[tuple[int, _Tie]] = []
@@ -79,7 +79,7 @@ def settle_routes(
 
     A flip to an expert of little weight may hide in a row's noise, and is large beside the change an edit makes.
     """
-    if parity.is_mixture:
+    if parity.routes.exist:
         found: list[tuple[int, _Tie]] = []
         for number in range(len(sequences)):
             one = _one(number, sequences, rows, edits)
@@ -99,7 +99,7 @@ def _one(number: int, sequences: Sequence[Sequence[int]], rows: Captures, edits:
 def _taken(parity: Parity, number: int, one: _One, ties: Sequence[_Tie]) -> list[tuple[int, _Tie]]:
     """Have the reference of one sequence follow these from now on."""
     if ties:
-        parity.take(one[0], one[1], tuple(tie.choice for tie in ties))
+        parity.routes.take(one[0], one[1], tuple(tie.choice for tie in ties))
     return [(number, tie) for tie in ties]
 
 
@@ -139,7 +139,7 @@ def _routes_said(
     parity: Parity, ids: Sequence[int], edits: Requests | None, rows: Mapping[str, torch.Tensor]
 ) -> list[_Tie]:
     """Where the engine must have gone by what its routers were given; empty if that is not captured, or was asked."""
-    if parity.choices([ids], edits)[0]:
+    if parity.routes.taken([ids], edits)[0]:
         return []
     routing = parity.reference([ids], [], edits=edits).truth.routing[0]
     names = [MLP_OUT.format(i=i) for i in routing]
@@ -147,7 +147,7 @@ def _routes_said(
         return []
     said = []
     for i, route in routing.items():
-        logits = rows[MLP_IN.format(i=i)].double() @ parity.router(i).double().T
+        logits = rows[MLP_IN.format(i=i)].double() @ parity.routes.router(i).double().T
         experts = logits.topk(route.experts.shape[1], dim=1).indices
         said += [
             Choice(i, position, tuple(sorted(here)))
@@ -185,7 +185,7 @@ def _route_tried(
     """What is taken, and the near tie at a hook's worst row that takes most of its error away; empty if none does."""
     logits = hook.hook == LOGITS
     names = [] if logits else [hook.hook]
-    (taken,) = parity.choices([ids], edits)
+    (taken,) = parity.routes.taken([ids], edits)
     position = max(range(len(errors)), key=errors.__getitem__)
     row = rows[hook.hook][position].double()
 

@@ -50,7 +50,7 @@ def test_experts(parity):
         for number, block in itertools.product(range(len(prompts)), range(parity.n_layers)):
             given = result.rows_by_hook()[MLP_IN.format(i=block)][number].double()
             route = pair.truth.routing[number][block]
-            went = chosen(given @ wide.router(block).double().T, route.experts.shape[1])
+            went = chosen(given @ wide.routes.router(block).double().T, route.experts.shape[1])
             same = torch.stack([run.routing[number][block].logits.double() for run in pair.same])
             noise = (same - route.logits.double()).abs().amax(dim=(0, 2))
             rows += len(went)

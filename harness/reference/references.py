@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from harness.conventions import dtype_name
 from harness.errors import UsageError
 from harness.models import load_config, resolve
 from harness.points import (
-    BLOCK_OUT,
     FIREABLE_TEMPLATES,
     PATTERN,
     TEMPLATES,
@@ -25,22 +21,23 @@ from harness.points import (
 )
 from harness.reference.entries import Asked, Entry
 from harness.reference.families import attention_of, tree_of, tree_of_config
-from harness.reference.hooks import module_paths
 from harness.reference.load import as_dtype, load_model
-from harness.reference.realisations import jitter, onednn_linears
+from harness.reference.roles import Role, giving_weights, jittered, model_role, threads_for
 from harness.reference.run import ReferenceRun, per_sequence, run_reference
 from harness.reference.truth import load_truth, truth_dtype
 from harness.tokens import check_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from harness.interventions import Edit, Requests
     from harness.reference.disk import DiskCache
     from harness.reference.experts import Choice, Routing
+    from harness.reference.families import ModuleTree
 
 __all__ = ["DEFAULT_ATTENTION", "JITTERS", "MANY_JITTERS", "Pair", "References"]
 
@@ -52,15 +49,10 @@ logger = logging.getLogger(__name__)
 #: most.
 DEFAULT_ATTENTION = "sdpa"
 _DEFAULT_BYTES = 2 << 30
-#: Parameters below which a forward is mostly the starting of kernels.
-_SMALL = 10_000_000
 #: Jittered realisations of R that every case gets.
 JITTERS = 2
 #: … and that requests get that fail with those: an ill-conditioned row's error is one draw, and a few can all be small.
 MANY_JITTERS = 10
-
-#: ``truth``, ``same`` (R itself) or ``jitter<seed>`` (a further realisation of R).
-Role = str
 
 
 @dataclass(frozen=True)
@@ -102,6 +94,7 @@ class References:
     _entries: OrderedDict[tuple[Any, ...], Entry] = field(default_factory=OrderedDict)
     _held: int = 0
     _models: OrderedDict[tuple[str, torch.dtype, Role], PreTrainedModel] = field(default_factory=OrderedDict)
+    _configs: dict[str, tuple[PreTrainedConfig, ModuleTree]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +131,8 @@ class References:
         dtype = as_dtype(engine_dtype)
         truth_dtype(dtype)
         folder = str(resolve(path).fetch().resolve())
-        config = load_config(folder)
-        tree, layers = tree_of_config(config), config.num_hidden_layers
+        config, tree = self._config(folder)
+        layers = config.num_hidden_layers
         supported, missing = tree.points(layers), nonfireable_points(layers, tree.missing)
         names = check_capture(capture, supported, missing)
         prompts = check_prompts(
@@ -150,16 +143,16 @@ class References:
         check_capture([edit.hook for here in edited for edit in here], editable, missing)
         _refuse_past_the_end(edited, prompts)
         # Begin with the model that is loaded already: half the loads where few are kept.
-        jittered = [f"jitter{seed}" for seed in range(1, jitters + 1)]
-        roles: list[Role] = ["truth", "same", *jittered]
+        further = [f"jitter{seed}" for seed in range(1, jitters + 1)]
+        roles: list[Role] = ["truth", "same", *further]
         if not tree.router:  # … of a mixture the truth comes first: the others go the way it goes
-            roles.sort(key=lambda role: (folder, dtype, _model_role(role)) not in self._models)
+            roles.sort(key=lambda role: (folder, dtype, model_role(role)) not in self._models)
         asked = [
             Asked(tuple(ids), here, tuple(choices[i]) if choices else ())
             for i, (ids, here) in enumerate(zip(prompts, edited, strict=True))
         ]
         runs = {role: self._run(folder, dtype, role, asked, names, logits) for role in roles}
-        return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *jittered)))
+        return Pair(truth=runs["truth"], same=tuple(runs[role] for role in ("same", *further)))
 
     def with_more(
         self,
@@ -274,9 +267,9 @@ class References:
             if (found := self.disk.load(place)) is not None:
                 return found
         like: Routing | None = None
-        if role != "truth" and tree_of_config(load_config(folder)).router:
+        if role != "truth" and self._config(folder)[1].router:
             like = self._entry(folder, dtype, "truth", asked, templates=templates, logits=False).routing
-        model = self._model(folder, dtype, _model_role(role))
+        model = self._model(folder, dtype, model_role(role))
         started = time.monotonic()
         entry = self._compute(model, role, asked, like, templates=templates, logits=logits)
         seconds = time.monotonic() - started
@@ -298,9 +291,9 @@ class References:
         names = tree_of(model).points(model.config.num_hidden_layers, templates)
         choices = asked.choices if like is None else ()  # the truth's routing holds them already
         with (
-            _threads_for(model),
-            _jittered(model, role),
-            _giving_weights(model, wanted=PATTERN in templates),
+            threads_for(model),
+            jittered(model, role),
+            giving_weights(model, wanted=PATTERN in templates),
         ):
             run = run_reference(model, [asked.ids], names, [asked.edits], choices=choices, like=like)
         self.computed += 1
@@ -321,7 +314,7 @@ class References:
                 else load_model(
                     folder,
                     dtype,
-                    attn_implementation=attention_of(load_config(folder), self.attn_implementation),
+                    attn_implementation=attention_of(self._config(folder)[0], self.attn_implementation),
                 )
             )
             took = time.monotonic() - started
@@ -335,6 +328,13 @@ class References:
             )
         self._models.move_to_end(key)
         return self._models[key]
+
+    def _config(self, folder: str) -> tuple[PreTrainedConfig, ModuleTree]:
+        """A checkpoint's config and its family's module tree, read once."""
+        if folder not in self._configs:
+            config = load_config(folder)
+            self._configs[folder] = config, tree_of_config(config)
+        return self._configs[folder]
 
     def _evict(self) -> None:
         """Drop the least recently used sequences until the limit holds."""
@@ -365,58 +365,3 @@ def _refuse_past_the_end(edits: list[tuple[Edit, ...]], prompts: list[list[int]]
                 last = f"hook {edit.hook!r}: position {edit.pos[-1]}"
                 msg = f"{last} is past the end of sequence {number}, which has {len(ids)} rows"
                 raise UsageError(msg)
-
-
-def _model_role(role: Role) -> Role:
-    """The jittered realisations run on R's own model."""
-    return "truth" if role == "truth" else "same"
-
-
-@contextmanager
-def _threads_for(model: PreTrainedModel) -> Iterator[None]:
-    """Within it small models run on one thread: they are no faster on more, and ten times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if model.num_parameters() < _SMALL else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _giving_weights(model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
-    """Within it attention is computed so that its weights can be seen, where they are wanted."""
-    before = model.config._attn_implementation  # noqa: SLF001  (transformers has no other name)
-    if not wanted or before == "eager":
-        yield
-        return
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-@contextmanager
-def _jittered(model: PreTrainedModel, role: Role) -> Iterator[None]:
-    """Within it, a jittered role's forward starts from a moved embedding and multiplies in oneDNN."""
-    if not role.startswith("jitter"):
-        yield
-        return
-    seed = int(role.removeprefix("jitter"))
-    # Moved where the first block takes it in, so that the embedding's own capture stays R's.
-    first = model.get_submodule(module_paths(model, [BLOCK_OUT.format(i=0)])[BLOCK_OUT.format(i=0)])
-
-    def move(
-        _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (jitter(args[0], seed), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": jitter(kwargs["hidden_states"], seed)}
-
-    handle = first.register_forward_pre_hook(move, with_kwargs=True)
-    try:
-        with onednn_linears(model):
-            yield
-    finally:
-        handle.remove()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.errors import CaptureError
+from harness.models import load_config
 from harness.models.tiny import TINY_MODELS
 from harness.parity.verdict import compare
 from harness.points import MLP_IN, MLP_OUT, TEMPLATES, every_point
@@ -17,6 +18,7 @@ from harness.reference.experts import Choice, routed
 from harness.reference.load import load_model
 from harness.reference.references import MANY_JITTERS, References
 from harness.reference.run import forward_logits, run_reference
+from harness.routes import Routes
 from harness.routing import LOGITS, follow_routes, settle_routes
 
 if TYPE_CHECKING:
@@ -135,9 +137,16 @@ class Trial:
     path: Path
     dtype: str = "bf16"
     k: float = 3.0
-    is_mixture: bool = True
-    taken: tuple[Choice, ...] = ()
     notes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        session = SimpleNamespace(references=self.references, routes={})
+        config = SimpleNamespace(path=self.path, dtype=self.dtype, to_json=lambda: "this engine")
+        self.routes = Routes(session, config, load_config(self.path))
+
+    @property
+    def taken(self):
+        return self.routes.taken([IDS])[0]
 
     def reference(self, sequences, names, *, edits=None, jitters=2, more_for=(), logits=False, choices=None):
         jitters = MANY_JITTERS if more_for else jitters
@@ -149,19 +158,8 @@ class Trial:
             jitters=jitters,
             edits=edits,
             logits=logits,
-            choices=choices or [self.taken],
+            choices=choices or self.routes.taken(sequences, edits),
         )
-
-    def choices(self, sequences, edits=None):
-        assert (sequences, edits) == ([IDS], None)
-        return [self.taken]
-
-    def take(self, ids, edits, choices):
-        assert (ids, edits) == (IDS, None)
-        self.taken = choices
-
-    def router(self, block):
-        return self.references.router(self.path, self.dtype, block)
 
     def note(self, label, **detail):
         self.notes.append({"label": label, **detail})
@@ -246,7 +244,7 @@ def test_what_hides_in_a_row_s_noise_is_settled_too(folder, references):
     """No comparison failed, and yet the token is found: a change is judged by the difference of two such runs."""
     trial = Trial(references, folder)
     swap, _ = nearest_tie(trial.reference([IDS], NAMES))
-    gate = trial.router(swap.block).double()
+    gate = trial.routes.router(swap.block).double()
     run = engine_that_goes(trial, swap)
     rows = {name: [one.clone() for one in run.captured[name]] for name in NAMES}
     # The router's input as an engine that goes there by itself must have had it.
@@ -268,7 +266,7 @@ def test_several_ties_are_followed_one_after_the_other(folder, references):
         trial.references.get(folder, "bf16", [IDS], NAMES, choices=[(first,)]), blocks=(3,)
     )
     run = engine_that_goes(trial, first, second)
-    trial.taken = (second,)
+    trial.routes.take(IDS, None, (second,))
     follow(trial, run.captured)
     assert trial.judge(run.captured).passed
     assert {first, second} <= set(trial.taken)
@@ -299,4 +297,4 @@ def test_a_wrong_value_at_a_near_tie_stays_red(folder, references, factor):
 
 def test_a_model_without_experts_has_nothing_to_follow():
     verdict = SimpleNamespace(passed=False)
-    assert not follow_routes(SimpleNamespace(is_mixture=False), [IDS], {}, verdict)
+    assert not follow_routes(SimpleNamespace(routes=SimpleNamespace(exist=False)), [IDS], {}, verdict)

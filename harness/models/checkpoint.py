@@ -7,6 +7,7 @@ them in a worker process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,13 +108,16 @@ def has_tokenizer(path: str | Path) -> bool:
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Keep transformers' progress bars out of a run's output while the block runs."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
+    shown, of_gguf = transformers_logging.is_progress_bar_enabled(), gguf.tqdm
     transformers_logging.disable_progress_bar()
+    gguf.tqdm = functools.partial(of_gguf, disable=True)  # draws its bar whatever is switched off
     try:
         yield
     finally:
+        gguf.tqdm = of_gguf
         if shown:
             transformers_logging.enable_progress_bar()
 

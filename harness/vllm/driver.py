@@ -155,7 +155,9 @@ class VLLMDriver:
             generating = time.perf_counter() - sent
             new_tokens = [list(output.outputs[0].token_ids) for output in outputs]
             lengths = [len(p) + len(new) - 1 for p, new in zip(call.prompts, new_tokens, strict=True)]
+            sent = time.perf_counter()
             captured = self._readback.collect(needed, keys, lengths, edited=any(call.edits)) if needed else {}
+            reading = time.perf_counter() - sent
             steps = _largest(internals.call_workers(self.llm, "tl_step_stats")) if needed else {}
             emitted = self._emitted(keys, lengths) if rebuild else []
         place: dict[str, Any] = {"starts": call.starts, "columns": call.columns}
@@ -182,6 +184,7 @@ class VLLMDriver:
             stats={
                 "seconds": time.perf_counter() - started,
                 "generate_seconds": generating,
+                "read_seconds": reading,
                 **steps,
             },
             starts=call.starts,

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,10 @@ ENVDIR = ROOT / ".nox" / f"cpu-{KEY}"
 POINTER = ENVDIR / "location"
 #: Inside the environment: written last, so an installation that was cut short has none.
 STAMP = "vllm-parity-stamp.json"
+
+#: Memory that a worker's engines and its reference of SmolLM2 need at most, in KiB, and so many workers at most.
+WORKER_KIB = 8 << 20
+MOST_WORKERS = 4
 
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
@@ -230,6 +235,30 @@ def _run(
     session.run(_python(location), "-m", *command, env=environment)
 
 
+def _workers(session: nox.Session) -> list[str]:
+    """Options that share a whole run out among as many workers as cores and memory have room for; empty for one."""
+    single = {"--pdb", "--trace", "-s", "-x"}
+    if _named(session) or single & set(session.posargs):
+        return []
+    memory = re.search(
+        r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    fit = int(memory[1]) // WORKER_KIB if memory else 1
+    count = min(len(os.sched_getaffinity(0)), fit, MOST_WORKERS)
+    return ["-n", str(count), "--dist", "loadgroup"] if count > 1 else []
+
+
+def _named(session: nox.Session) -> bool:
+    """Whether there is a path below suites/ among the arguments after `--`."""
+    suites = ROOT / "suites"
+    return any(
+        not argument.startswith("-")
+        and (path := (ROOT / argument.split("::")[0]).resolve()).exists()
+        and (path == suites or suites in path.parents)
+        for argument in session.posargs
+    )
+
+
 # --- what one runs -----------------------------------------------------------------------------------------
 
 
@@ -237,27 +266,20 @@ def _pytest(
     session: nox.Session, defaults: list[str], *options: str, also: str = "", location: Path | None = None
 ) -> None:
     """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`."""
-    suites = ROOT / "suites"
-    named = any(
-        not argument.startswith("-")
-        and (path := (ROOT / argument.split("::")[0]).resolve()).exists()
-        and (path == suites or suites in path.parents)
-        for argument in session.posargs
-    )
-    arguments = [*([] if named else defaults), *options, *session.posargs]
+    arguments = [*([] if _named(session) else defaults), *options, *session.posargs]
     _run(session, "pytest", *arguments, testing=True, also=also, location=location)
 
 
 @nox.session(venv_backend="none", requires=["env"])
 def parity(session: nox.Session) -> None:
     """Compare vLLM with transformers: every suite that boots an engine. Arguments after -- go to pytest."""
-    _pytest(session, ["suites/", "--ignore=suites/unit"])
+    _pytest(session, ["suites/", "--ignore=suites/unit"], *([] if session.posargs else _workers(session)))
 
 
 @nox.session(venv_backend="none", requires=["env"], default=False)
 def tests(session: nox.Session) -> None:
     """Run everything, unit tests and engines, in the smoke profile. Arguments after -- go to pytest."""
-    _pytest(session, ["suites/"], "--profile", "smoke")
+    _pytest(session, ["suites/"], "--profile", "smoke", *_workers(session))
 
 
 @nox.session(python=_interpreter(), reuse_venv=True, download_python="never", requires=["env"], default=False)

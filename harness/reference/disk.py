@@ -35,6 +35,10 @@ _SUFFIX = ".safetensors"
 _PRINT = "fingerprint"
 #: Reading back and checking runs at least at this many bytes per second: what is computed faster is not worth a file.
 _WORTH = 200e6
+#: So many entries are written between two looks at what the folder holds; other processes write into it too.
+_LISTED_EVERY = 256
+#: Share of the limit that stays when room is made, so that it is not made for each entry.
+_LEFT = 0.9
 
 
 class DiskCache:
@@ -55,6 +59,8 @@ class DiskCache:
         self.folder = folder
         self.max_bytes = max_bytes
         self.hits = self.misses = self.kept = 0
+        #: Bytes of the folder as far as this process knows, and its own entries since it last looked.
+        self._held, self._unlisted = 0, _LISTED_EVERY
 
     def path(
         self, checkpoint: str, dtype: torch.dtype, role: str, asked: Asked, templates: Sequence[str], how: str
@@ -108,18 +114,28 @@ class DiskCache:
         self.kept += 1
 
     def _make_room(self, n_bytes: int) -> None:
+        """Let the least recently used entries go where one more does not fit.
+
+        The folder is listed only now and then: that takes longer than most entries take to compute.
+        """
+        self._held += n_bytes
+        self._unlisted += 1
+        if self._held <= self.max_bytes and self._unlisted < _LISTED_EVERY:
+            return
         files = []
         for path in self.folder.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # another process may have removed it
                 stat = path.stat()
                 files.append((stat.st_mtime_ns, stat.st_size, path))
-        total = sum(size for _, size, _ in files) + n_bytes
+        self._held, self._unlisted = sum(size for _, size, _ in files) + n_bytes, 0
+        if self._held <= self.max_bytes:
+            return
         for _, size, path in sorted(files):
-            if total <= self.max_bytes:
-                return
             with suppress(OSError):
                 path.unlink()
-            total -= size
+            self._held -= size
+            if self._held <= self.max_bytes * _LEFT:
+                return
 
 
 @cache

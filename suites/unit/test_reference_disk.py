@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,23 @@ def test_what_was_used_longest_ago_goes_first(checkpoint, tmp_path):
     oldest = references(tmp_path)
     oldest.get(checkpoint, "bf16", [IDS], POINTS, jitters=0)
     assert oldest.computed >= 1
+
+
+def test_a_folder_of_thousands_is_listed_now_and_then(checkpoint, tmp_path, monkeypatch):
+    """Once per entry would make each case slower than the one before."""
+    listed = []
+    glob = Path.glob
+
+    def counted(self, pattern):
+        listed.extend([pattern] if self == tmp_path else [])
+        return glob(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    many = references(tmp_path)
+    for first in range(12):
+        many.get(checkpoint, "bf16", [[first, *IDS]], POINTS, jitters=0)
+    assert len(list(glob(tmp_path, "*.safetensors"))) == 24
+    assert len(listed) == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing(checkpoint, tmp_path, caplog):

@@ -110,7 +110,9 @@ class Controller:
             def remove_node(self, node: Any) -> str | None:
                 """Give a dead worker's cases to others, but for the one that it died of: it would kill them, too."""
                 work = self.assigned_work[node]
-                fatal = next((name for unit in work.values() for name, done in unit.items() if not done), None)
+                fatal = next(
+                    (name for unit in work.values() for name, done in unit.items() if not done), None
+                )
                 for scope, unit in list(work.items()):
                     if fatal in unit:
                         unit[fatal] = True

@@ -81,7 +81,7 @@ def test_a_case_that_kills_its_worker_costs_itself_and_nothing_else(tmp_path: Pa
     assert run.damaged == ()
     assert Counter(case.outcome for case in run.cases) == {"passed": 5, "error": 1}
     (fatal,) = (case for case in run.cases if case.outcome == "error")
-    assert fatal.id == "test_mini.py::test_two[tiny-llama-bf16-eager-tp1-step64]"
+    assert fatal.id == "test_mini.py::test_two[hf-tiny-llama-bf16-eager-tp1-step64]"
     assert fatal.declared
     assert not fatal.earlier
     assert fatal.message.startswith("worker 'gw")

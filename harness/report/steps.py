@@ -38,7 +38,8 @@ class Files:
     @property
     def links(self) -> tuple[str, str]:
         """Of both paths, from the page, which lies in that folder."""
-        return quote(self.tensors), quote(self.call)
+        # Records come from anywhere: a path that begins with two slashes would be another machine.
+        return quote(f"./{self.tensors}"), quote(f"./{self.call}")
 
 
 def steps(case: CaseResult, run: str) -> list[Step]:

@@ -96,7 +96,9 @@ def test_the_page_of_a_real_red_run_has_all_of_it(red_run) -> None:
     for case in run.cases:
         for entry in case.artifacts:
             assert (red_run.run / entry["tensors"]).is_file()
-            assert {entry["tensors"], entry["call"]} <= {unquote(link).removeprefix("./") for link in links if link}
+            assert {entry["tensors"], entry["call"]} <= {
+                unquote(link).removeprefix("./") for link in links if link
+            }
     lines = re.findall(r"load_file\('(.*?)'\)", page.text)
     assert len(lines) == 3
     assert all((red_run.folder / line).is_file() for line in lines), "from where the run was started"

@@ -196,7 +196,8 @@ def _in_hand(
         yield f"  {call['left_out']} failing hooks found no room"
     yield f"  what was called, and which rows were kept: {folder / str(entry['call'])}"
     yield f"  this call again: python {folder / write_script(records, call, call_path).relative_to(folder.resolve())}"
-    if python := loading(case, entry, str(folder)):
+    first = {"first": call["hooks"][0]} if call["hooks"] else {}  # records of an older version do not have it
+    if python := loading(case, {**entry, **first}, str(folder)):
         yield "  in Python:"
         yield from (f"    {line}".rstrip() for line in python.splitlines())
     yield ""

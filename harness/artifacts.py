@@ -89,9 +89,9 @@ def save(
         run_bytes: and on all of a run.
 
     Returns:
-        For the record: ``label``, ``call`` and ``tensors`` (paths relative to the run), ``bytes``, how many ``hooks``
-        were kept and how many failing ones ``left_out``; or ``label`` and ``error`` where the disk refused it, which
-        must not turn a verdict into something else.
+        For the record: ``label``, ``call`` and ``tensors`` (paths relative to the run), ``bytes``, the ``engine``, the
+        ``first`` hook kept with its ``rows``, how many ``hooks`` were kept and how many failing ones ``left_out``; or
+        ``label`` and ``error`` where the disk refused it, which must not turn a verdict into something else.
     """
     folder = run / FOLDER / slug(case)
     # Files of this number and above are of an earlier attempt at the case, and are about to be replaced.
@@ -123,7 +123,9 @@ def save(
         return {"label": label, "error": f"not written: {error.strerror or error}"}
     sizes = sum(path.stat().st_size for path in paths.values())
     places = {name: str(path.relative_to(run)) for name, path in paths.items()}
-    return {"label": label, **places, "bytes": sizes, "hooks": len(kept), "left_out": left_out}
+    first = {"first": {name: kept[0][name] for name in ("hook", "rows")}} if kept else {}
+    counts = {"bytes": sizes, "hooks": len(kept), "left_out": left_out}
+    return {"label": label, **places, "engine": evidence.config.id, **first, **counts}
 
 
 def slug(case: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from harness.artifacts import FOLDER
 from harness.errors import UsageError
+from harness.report.steps import loading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find_case", "lines_of", "read_call", "write_script"]
 
-#: Hooks, rows of each and channels of each row that are shown.
-_HOOKS, _ROWS, _CHANNELS = 4, 4, 5
+#: Rows of the first hook and channels of each that are shown, and other hooks that are named.
+_ROWS, _CHANNELS, _HOOKS = 4, 5, 8
 _MESSAGE_LINES = 12
 
 _SCRIPT = '''\
@@ -143,11 +145,14 @@ def lines_of(records: RunRecords, case: CaseResult) -> Iterator[str]:
         if "error" in entry:
             yield f"{entry.get('label')}: its tensors were {entry['error']}"
             continue
-        yield from _comparison(records, entry)
-    yield f"again, as it was: {case.rerun}"
+        yield from _comparison(records, case, entry)
+    yield f"the case again: {case.rerun}"
+    if any("call" in entry for entry in case.artifacts):
+        where = f"{shlex.quote(case.id)} --run {shlex.quote(str(records.folder))}"
+        yield f"what is wrong by itself: vllm-parity bisect {where}"
 
 
-def _comparison(records: RunRecords, entry: Mapping[str, Any]) -> Iterator[str]:
+def _comparison(records: RunRecords, case: CaseResult, entry: Mapping[str, Any]) -> Iterator[str]:
     from safetensors.torch import load_file
 
     from harness.parity.text import figure
@@ -159,13 +164,13 @@ def _comparison(records: RunRecords, entry: Mapping[str, Any]) -> Iterator[str]:
     except (OSError, ValueError, KeyError) as error:
         yield f"{entry.get('label')}: its tensors cannot be read ({error})"
         return
-    yield f"{call['label']} ({call['kind']}): {call['began'] or 'see the hooks below'}"
+    yield f"{call['label']} ({call['kind']}), on engine {_engine(call)}"
+    if call["began"] and call["began"] not in case.message:
+        yield f"  {call['began']}"
     lengths = ", ".join(str(len(ids)) for ids in call["prompts"])
-    edited = "with edits" if call["intervene"] else "no edits"
-    yield f"  prompts of {lengths} tokens, {edited}; {call_path}"
-    for kept in call["hooks"][:_HOOKS]:
-        verdict = "within its bounds" if kept["passed"] else "over its bounds"
-        yield f"  {kept['hook']}: {verdict}"
+    yield f"  prompts of {lengths} tokens, {'with edits' if call['intervene'] else 'no edits'}"
+    for kept in call["hooks"][:1]:  # where it began; the others mostly follow from it
+        yield f"  {kept['hook']}: {_verdict(kept)}"
         for gate in kept["gates"]:
             sign = "≤" if gate["passed"] else ">"
             err, bound = (figure(float(gate[key])) for key in ("err_engine", "bound"))
@@ -174,12 +179,38 @@ def _comparison(records: RunRecords, entry: Mapping[str, Any]) -> Iterator[str]:
         sides = {name: tensors[f"{kept['hook']}/{name}"].double() for name in names}
         for index, (request, row) in enumerate(kept["rows"][:_ROWS]):
             yield from _row(f"request {request} row {row}", {n: side[index] for n, side in sides.items()})
-    if (more := len(call["hooks"]) - _HOOKS) > 0:
-        yield f"  {more} more hooks are in {entry['tensors']}"
+    if others := call["hooks"][1:]:
+        named = ", ".join(f"{kept['hook']} ({_verdict(kept)})" for kept in others[:_HOOKS])
+        more = f" and {len(others) - _HOOKS} more" if len(others) > _HOOKS else ""
+        yield f"  rows of these are kept, too: {named}{more}"
+    yield from _in_hand(records, case, entry, call, call_path)
+
+
+def _in_hand(
+    records: RunRecords, case: CaseResult, entry: Mapping[str, Any], call: dict[str, Any], call_path: Path
+) -> Iterator[str]:
+    """The files of a comparison, and what can be done with them."""
+    folder = records.folder
+    yield f"  kept, per hook <hook>/engine, /truth, /reference, /noisiest: {folder / str(entry['tensors'])}"
     if call["left_out"]:
         yield f"  {call['left_out']} failing hooks found no room"
-    yield f"  run the call again: python {write_script(records, call, call_path)}"
+    yield f"  what was called, and which rows were kept: {folder / str(entry['call'])}"
+    yield f"  this call again: python {folder / write_script(records, call, call_path).relative_to(folder.resolve())}"
+    first = {"first": call["hooks"][0]} if call["hooks"] else {}  # records of an older version do not have it
+    if python := loading(case, {**entry, **first}, str(folder)):
+        yield "  in Python:"
+        yield from (f"    {line}".rstrip() for line in python.splitlines())
     yield ""
+
+
+def _verdict(kept: Mapping[str, Any]) -> str:
+    return "within its bounds" if kept["passed"] else "over its bounds"
+
+
+def _engine(call: Mapping[str, Any]) -> str:
+    from harness.backend import BootConfig
+
+    return BootConfig.from_json(json.dumps(call["engine"])).id
 
 
 def read_call(records: RunRecords, entry: Mapping[str, Any]) -> dict[str, Any]:

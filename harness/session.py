@@ -197,6 +197,7 @@ class ParitySession:
             self.folder,
             {
                 "run_id": self.folder.name,
+                "folder": _from_here(self.folder),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "command": " ".join(["pytest", *redact_argv(self.argv)]),
                 "argv": redact_argv(self.argv),
@@ -257,3 +258,9 @@ class ParitySession:
             self._references.close()
         if self.store is not None:
             self.store.close()
+
+
+def _from_here(folder: Path) -> str:
+    """As a command names it that is given where the run was started."""
+    here, there = Path.cwd().resolve(), folder.resolve()
+    return str(there.relative_to(here)) if there.is_relative_to(here) else str(folder)

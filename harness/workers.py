@@ -101,6 +101,7 @@ class Controller:
         self._run = run
         self._orders = Orders(run.folder.resolve(), resumed)
         self._publish = publish
+        self._joined = False  #: the records, beside the workers
         if resumed is not None:
             run.open_store([], how="resume")
             run.close()  # the folder is the workers' from here on
@@ -119,7 +120,37 @@ class Controller:
             def _split_scope(self, nodeid: str) -> str:
                 return engine_of(nodeid) or super()._split_scope(nodeid)
 
+            def remove_node(self, node: Any) -> str | None:
+                """Give a dead worker's cases to others, but for the one that it died of: it would kill them, too."""
+                work = self.assigned_work[node]
+                fatal = next(
+                    (name for unit in work.values() for name, done in unit.items() if not done), None
+                )
+                for scope, unit in list(work.items()):
+                    if fatal in unit:
+                        unit[fatal] = True
+                    if all(unit.values()):  # a worker that is handed nothing waits for ever
+                        del work[scope]
+                super().remove_node(node)
+                return fatal
+
         return ByEngine(config, log)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """Record what a worker died of, and say it where pytest lists failures; the worker itself no longer can."""
+        report.longrepr = message = (
+            f"{report.longrepr}: it was killed, ran out of memory or broke. The case is not given to another worker; "
+            f"run it alone to see why"
+        )
+        if engine_of(crashitem) is not None and (self._run.folder / RESULTS).is_file():
+            self._join()
+            self._run.write({"type": "case", "id": crashitem, "outcome": "error", "message": message})
+
+    def _join(self) -> None:
+        if not self._joined:
+            self._run.open_store([], how="join")
+            self._joined = True
 
     @pytest.hookimpl(trylast=True)  # after the workers have been ended
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -133,7 +164,7 @@ class Controller:
             return
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             exitstatus = session.exitstatus = pytest.ExitCode.OK
-        run.open_store([], how="join")
+        self._join()
         problems = finish(run, int(exitstatus))
         if problems and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -60,7 +60,8 @@ def read_subject(
             max((len(ids) for ids in call["new_tokens"]), default=1),
             None if edits is None else tuple(edits),
         )
-        subject = Subject(case.id, str(call["label"]), str(call["began"]), able(config), case.rerun)
+        told = case.id, str(call["label"]), str(call["began"])
+        subject = Subject(*told, able(config), case.rerun, str(call.get("kind") or "values"))
         return subject, read, float(call["k"])
     except (KeyError, TypeError, ValueError) as error:
         msg = f"{entry.get('call')} cannot be read ({error}); run the case again: {case.rerun or case.id}"
@@ -112,6 +113,7 @@ def bisect_case(
         parity = Parity(session, subject.config)
         say(f"{case.id}: {len(call.prompts)} prompts on {parity.config.id}")
         result = investigate(parity, call, lambda line: say(f"  {line}"))
+        result.about = subject.kind
         tried = []
         if result.kind not in (SOUND, REFUSED) and result.narrowed is not None:
             settings = list(neighbours(parity.config, call, how))

@@ -61,6 +61,7 @@ class Result:
         narrowed: None where nothing is wrong.
         runs: of the call, of all benches.
         error: the engine's own, where it refused.
+        about: kind of the comparison that failed, see :class:`harness.artifacts.Evidence`.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Result:
     narrowed: Narrowed | None = None
     runs: int = 0
     error: str = ""
+    about: str = "values"
     bench: Bench | None = None
 
     @property

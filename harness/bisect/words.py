@@ -61,11 +61,14 @@ def needs(narrowed: Narrowed | None, tried: Sequence[Tried] = ()) -> Iterator[st
         yield f"{one.name}: {where}"
 
 
-def _sound(_: Result) -> str:
-    return (
+def _sound(result: Result) -> str:
+    text = (
         "Nothing is wrong by itself: the call gives the reference's values at every point, as it is and after another "
         "call."
     )
+    if result.about == "change":
+        text += " What failed is the change made by the edits (edited minus clean); only edited values are bisected."
+    return text
 
 
 def _refused(result: Result) -> str:

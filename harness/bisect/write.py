@@ -37,6 +37,7 @@ class Subject:
         began: where the run's own explanation says it began.
         config: the engine that was booted for it.
         rerun: command that runs the case again; may be empty.
+        kind: of the comparison, see :class:`harness.artifacts.Evidence`.
     """
 
     case: str
@@ -44,6 +45,7 @@ class Subject:
     began: str
     config: BootConfig
     rerun: str = ""
+    kind: str = "values"
 
 
 def write(folder: Path, subject: Subject, result: Result, tried: Sequence[Tried] = ()) -> Path:

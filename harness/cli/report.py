@@ -52,6 +52,7 @@ def _status(records: RunRecords, problems: Sequence[str]) -> int:
     total = tally(records).total
     if total.failed or total.repeated:
         return BROKEN
-    if not total.executed and not total.error and not total.lost:
+    unjudged = total.error or total.lost or any(case.is_known_bug for case in records.cases)
+    if not total.executed and not unjudged:
         return NOTHING_RAN
     return INCOMPLETE if problems else OK

@@ -119,10 +119,15 @@ def worst_share(case: CaseResult, k: float = math.nan) -> float:
 
 
 def budgets(case: CaseResult) -> dict[str, Budget]:
-    """Name → figure, for every memory figure and every ratio to a plain engine that the case noted."""
+    """Name → figure, for every memory figure and every ratio to a plain engine that the case noted.
+
+    None for a case that caught a planted fault: how hungry a broken engine is says nothing.
+    """
     found: dict[str, Budget] = {}
-    for entry in case.verdicts:
-        noted = as_mapping(entry)
+    entries = [as_mapping(entry) for entry in case.verdicts]
+    if any("caught_by" in as_mapping(noted.get("detail")) for noted in entries):
+        return found
+    for noted in entries:
         budget = _budget(str(noted.get("label") or ""), as_mapping(noted.get("detail")))
         if budget is not None and math.isfinite(budget.value):
             same = found.get(budget.name)

@@ -73,7 +73,7 @@ def describe(
     prompt_lengths: Sequence[int] | None = None,
     step: int | None = None,
 ) -> str:
-    """Name the failing rows by the simplest pattern that holds all of them and hardly any other.
+    """Name the failing rows by the simplest pattern that holds just them, or else them and hardly any other.
 
     Args:
         rows: the failing rows, at least one.
@@ -83,7 +83,7 @@ def describe(
     """
     every = [(q, p) for q, n in enumerate(lengths) for p in range(n)]
     failing = {(row.request, row.position) for row in rows}
-    if len(failing) >= _COVER * len(every):
+    if len(failing) == len(every):
         return ALL
     if len(failing) == 1:
         return ONE
@@ -99,11 +99,18 @@ def describe(
         *_positions(rows, lengths, step),
     ]
     pools = [(every, ""), *([(inside, f", {_requests(requests)} only")] if some_only else [])]
+    nearly = []
     for text, test in patterns:
         for pool, suffix in pools:
             held = [row for row in pool if test(*row)]
-            if failing.issubset(held) and len(failing) >= _COVER * len(held):
+            if failing == set(held):
                 return text + suffix
+            if failing.issubset(held) and len(failing) >= _COVER * len(held):
+                nearly.append(text + suffix)
+    if len(failing) >= _COVER * len(every):
+        return f"{len(failing)} of all {len(every)} rows"
+    if nearly:
+        return nearly[0]
     inside_phase = next(
         (text for text, test in _phases(prompt_lengths) if all(test(*row) for row in failing)), ""
     )

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from harness.errors import HarnessError
 from harness.report import overview, setting
 from harness.report.budgets import bars
+from harness.report.ledger import entries
 from harness.report.matrix import NO_VALUE, matrix
 from harness.report.pack import Pack
 from harness.report.templating import TEMPLATES, clean, environment
@@ -94,6 +95,8 @@ def render(records: RunRecords) -> str:
         times=model_times(records),
         boots=boots_figure(records.engines),
         skips=overview.skips(views),
+        ledger=entries(records.expectations, views),
+        folder=_named(records),
         tally=tally(records),
         run_id=str(records.run.get("run_id") or "unknown"),
         damaged=records.damaged,
@@ -117,9 +120,14 @@ def _views(records: RunRecords) -> list[CaseView]:
         is_repeat = first != names[case.id]
         full = case.outcome in URGENT and n_full < _MAX_FULL and not is_repeat
         n_full += full
-        view = case_view(case, names[case.id], full=full, run=records.folder.name)
+        view = case_view(case, names[case.id], full=full, run=_named(records), ledger=records.expectations)
         views.append(replace(view, message="", same_as=first) if is_repeat else view)
     return views
+
+
+def _named(records: RunRecords) -> str:
+    """The run's folder as it is named where the run was started: recorded, for the page may be built elsewhere."""
+    return str(records.run.get("folder") or f"reports/{records.folder.name}")
 
 
 def _choices(views: list[CaseView]) -> dict[str, list[tuple[str, int]]]:

@@ -58,7 +58,10 @@ def banner(records: RunRecords, views: Sequence[CaseView]) -> Banner:
             stuck.sort(key=lambda view: SEVERITY.index(view.case.outcome))
             told, anchor = _first_sentence(stuck)
             sentence += f". First: {told}"
-        headline = "NOT GREEN" if total.declared else "NOTHING RAN"
+        known_only = (
+            len(reasons) == 1 and any(view.case.is_known_bug for view in views) and not total.executed
+        )
+        headline = "KNOWN BUGS ONLY" if known_only else "NOT GREEN" if total.declared else "NOTHING RAN"
         return Banner("incomplete", "!", headline, sentence, remarks, anchor)
     nearest = next((line["view"].anchor for line in closest(views)), "")
     return Banner("holds", ICONS["passed"], "PARITY HOLDS", _holds(total, views), remarks, nearest)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.report.depth import depth_figure
 from harness.report.heat import heat_map
+from harness.report.ledger import known_bug
 from harness.report.maps import paired_maps
 from harness.report.numbers import count, duration, ratio, sci, ulps
 from harness.report.ranks import layout_caption, layout_figure
+from harness.report.steps import Files, Step, files, steps
 from harness.report.text import short_values, shortened, value_text
 from harness.store import hook_rows
 from harness.store.hooks import number
@@ -104,9 +105,9 @@ class CaseView:
     message: str
     passing: list[str] = field(default_factory=list)
     outcome: str = ""  #: for a person: the class of a skip stands for it
-    tools: list[tuple[str, str]] = field(
-        default_factory=list
-    )  #: what a command does with a failed case, and it
+    steps: list[Step] = field(default_factory=list)  #: from a failed case to its tensors and its cause
+    files: list[Files] = field(default_factory=list)  #: what it left
+    known: str = ""  #: what the ledger of known bugs says of it
     kind: str = "error"  #: the outcome, one of :data:`SEVERITY`
     same_as: str = ""  #: anchor of the case that already shows this message
 
@@ -146,14 +147,17 @@ def comparisons(case: CaseResult) -> list[Comparison]:
     ]
 
 
-def case_view(case: CaseResult, anchor: str, *, full: bool, run: str = "") -> CaseView:
+def case_view(
+    case: CaseResult, anchor: str, *, full: bool, run: str, ledger: Sequence[Mapping[str, Any]] = ()
+) -> CaseView:
     """Build the view of one case.
 
     Args:
         case: as recorded.
         anchor: its place in the page.
         full: show failing comparisons with every column, opened.
-        run: name of the run's folder, for commands; empty: the newest.
+        run: its folder, as commands name it.
+        ledger: known bugs, as recorded.
     """
     found = comparisons(case)
     failed = [comparison for comparison in found if not comparison.passed]
@@ -181,19 +185,10 @@ def case_view(case: CaseResult, anchor: str, *, full: bool, run: str = "") -> Ca
         message=shortened(case.message, _MAX_MESSAGE) if not _says_nothing_new(case.message, failed) else "",
         outcome=(case.skip_class or case.outcome).replace("-", " "),
         kind=case.outcome if case.outcome in SEVERITY else "error",
-        tools=_tools(case, run),
+        steps=steps(case, run),
+        files=files(case) if case.outcome != "passed" else [],
+        known=known_bug(case, ledger),
     )
-
-
-def _tools(case: CaseResult, run: str) -> list[tuple[str, str]]:
-    """Commands for a case that kept what it failed on."""
-    if case.outcome == "passed" or not any("call" in entry for entry in case.artifacts):
-        return []
-    where = f"{shlex.quote(case.id)} --run {shlex.quote(run or 'last')}"
-    return [
-        ("Look at the wrong rows, and get a script that makes just this call", f"vllm-parity repro {where}"),
-        ("Find what is wrong by itself", f"vllm-parity bisect {where}"),
-    ]
 
 
 def _variant(case: CaseResult) -> str:

@@ -19,7 +19,7 @@ _HOOK = {
     "rows_per_error": int,
 }
 _VERDICT = {"hooks": [_HOOK], "divergence": {}, "notes": [_ANY]}
-_CASE = {"verdicts": [{"verdict": _VERDICT, "detail": {}}]}
+_CASE = {"verdicts": [{"verdict": _VERDICT, "detail": {}}], "artifacts": [{}]}
 _PROVENANCE: dict[str, Any] = {"versions": {}, "machine": {}, "project": {}, "env": {}, "gpus": [{}]}
 _SHAPES: dict[str, Any] = {
     "run": {"provenance": _PROVENANCE, "argv": [_ANY]},

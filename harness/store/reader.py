@@ -61,6 +61,11 @@ class CaseResult:
     file: str = ""
     line: int = 0
 
+    @property
+    def is_known_bug(self) -> bool:
+        """Whether it ran, failed, and the ledger excuses that."""
+        return self.skip_class == "known-bug" and bool(self.expectation)
+
 
 @dataclass(frozen=True)
 class RunRecords:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -150,10 +153,22 @@ def test_repro_shows_the_numbers_and_its_script_runs(red_run, name, capsys) -> N
     out = capsys.readouterr().out
     assert "over its bounds" in out
     assert "worst channels" in out
-    assert case.rerun in out
+    assert f"the case again: {case.rerun}" in out
+    assert f"what is wrong by itself: vllm-parity bisect {shlex.quote(case.id)} --run" in out
     if name == "red":
         assert "blocks.1.hook_out: over its bounds" in out
         assert out.split("worst channels:\n")[1].split()[0] == "7"
+    python = out.split("  in Python:\n")[1].split("\n\nthe case")[0]
+    held = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(python)], capture_output=True, text=True, check=True
+    )
+    errors = [float(one) for one in re.findall(r"\d\.\d+e?[-+]?\d*", held.stdout)]
+    verdict = next(one["verdict"] for one in case.verdicts if not one["verdict"]["passed"])
+    first = next(hook for hook in verdict["hooks"] if not hook["passed"])
+    row = next(gate for gate in first["gates"] if gate["name"] == "worst row")
+    assert errors[0] == pytest.approx(row["err_engine"], rel=1e-3), (
+        "the rows in hand are those that were judged"
+    )
     script = red_run.run / Path(case.artifacts[0]["call"]).with_name("repro.py")
     done = subprocess.run(
         [sys.executable, str(script)],

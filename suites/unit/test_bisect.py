@@ -151,6 +151,8 @@ def test_a_sound_engine_is_not_blamed(session) -> None:
     result = investigate(Planted(session), CALL, said.append)
     assert (result.kind, result.found, result.narrowed) == (SOUND, None, None)
     assert sentence(result).startswith("Nothing is wrong by itself")
+    assert "edited minus clean" not in sentence(result)
+    assert sentence(replace(result, about="change")).endswith("only edited values are bisected.")
     assert said == ["right as it is", "right, after another call, too"]
 
 

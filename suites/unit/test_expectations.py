@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import INCOMPLETE, main
 from harness.errors import UsageError
 from harness.expectations import Expectation, Ledger, load
-from harness.store import read_run
+from harness.report import build_report
+from harness.report.ledger import known_bug
+from harness.store import CaseResult, RunRecords, RunStore, read_run, why_not_green
 from suites.unit import mini_suite
+from suites.unit.synthetic_run import declaration, result
 
 TODAY = date(2026, 11, 30)
 ENTRY = """
@@ -134,6 +138,88 @@ def test_a_known_bug_is_shown_and_does_not_break_the_run(tmp_path: Path) -> None
     assert case.reason == "the kernel rounds twice (bug-1, https://example.org/issues/1, until 2999-01-31)"
     assert "red was asked for" in case.message
     assert case.expectation == "bug-1 of bug-1.toml"
+
+
+def test_a_run_of_nothing_but_known_bugs_says_so(tmp_path: Path) -> None:
+    folder = ledger(tmp_path / "bugs", "*::test_three[*fp32*]")
+    done = mini_suite.run(tmp_path, "--expectations", str(folder), "-k", "three", env={"RED": "1"})
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "not green: the one case that ran is a known bug, so nothing was shown to hold" in done.stdout
+    assert "nothing ran" not in done.stdout
+    run = mini_suite.only_run(tmp_path)
+    assert "<h1>KNOWN BUGS ONLY</h1>" in (run / "index.html").read_text(encoding="utf-8")
+    assert main(["report", str(run)]) == INCOMPLETE
+
+
+@pytest.mark.parametrize(
+    ("expectation", "says"),
+    [
+        ("", ["nothing ran"]),
+        ("bug of a.toml", ["all 2 cases that ran are known bugs, so nothing was shown to hold"]),
+    ],
+)
+def test_a_skip_of_that_class_is_a_known_bug_only_if_the_ledger_has_it(
+    expectation: str, says: list[str]
+) -> None:
+    skipped = {"outcome": "skipped", "skip_class": "known-bug", "reason": "r", "expectation": expectation}
+    cases = tuple(CaseResult(name, **skipped) for name in "ab")
+    assert why_not_green(RunRecords(Path("x"), {}, cases, end={})) == says
+
+
+# --- what the page says of it -------------------------------------------------------------------------------
+
+BUG = {
+    "id": "bug",
+    "file": "a.toml",
+    "case": "*",
+    "reason": "it <b>rounds</b> twice",
+    "link": "https://example.org/1",
+    "expires": "2999-01-31",
+    "began": "blocks.*",
+    "expired": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (
+            "skipped",
+            "Known bug bug of a.toml: an excuse until 2999-01-31, for a failure that begins at blocks.*.",
+        ),
+        ("passed", "until 2999-01-31). It passed: take it off the list."),
+        ("failed", "It failed otherwise: the entry is about a failure that begins at blocks.*."),
+        ("error", "No verdict was reached, which the ledger never excuses."),
+    ],
+)
+def test_a_listed_case_says_what_the_ledger_has_to_do_with_it(outcome: str, says: str) -> None:
+    case = CaseResult("c", outcome=outcome, expectation="bug of a.toml")
+    assert known_bug(case, [BUG]).endswith(says)
+    assert known_bug(case, []) == "Listed as known bug bug of a.toml."
+    assert known_bug(CaseResult("c", outcome=outcome), [BUG]) == ""
+
+
+def test_the_page_lists_the_ledger_with_what_became_of_each_entry(tmp_path: Path) -> None:
+    expired, unmet = {**BUG, "id": "old", "expired": True}, {**BUG, "id": "unmet"}
+    cases = [declaration(n) for n in range(3)]
+    listed = {"skip_class": "known-bug", "reason": "it rounds", "expectation": "bug of a.toml"}
+    with RunStore.create(tmp_path, {"run_id": "r", "started": "2026-11-30T00:00:00+0000"}) as store:
+        store.append({"type": "declared", "cases": cases})
+        store.append({"type": "expectations", "entries": [BUG, expired, unmet]})
+        store.append({**result(cases[0], "skipped"), **listed})
+        store.append({**result(cases[1]), "expectation": "bug of a.toml"})
+        store.append(result(cases[2]))
+        store.append({"type": "end", "exit_status": 1})
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    section = page.split('id="known"')[1].split("</section>")[0]
+    assert "it &lt;b&gt;rounds&lt;/b&gt; twice" in section
+    assert 'href="https://example.org/1"' in section
+    assert "<code>blocks.*</code>" in section
+    assert "excuses 1 case; 1 case passed: take it off the list" in section
+    assert "expired: renew or remove it" in section
+    assert "no case of this run is like it" in section
+    assert section.count('class="bad"') == 2
+    assert section.count("2999-01-31") == 3
 
 
 def test_the_default_ledger_stands_below_the_root(tmp_path: Path) -> None:

@@ -339,6 +339,13 @@ def test_budgets(label, before, same, worse):
     assert second.low <= first.high < third.low
 
 
+def test_a_planted_engine_has_no_budgets():
+    growth = {"label": "growth over 200 calls", "verdict": None, "detail": {"bytes": 54_718_464}}
+    caught = {"label": "Leaky", "verdict": None, "detail": {"caught_by": "judge_growth"}}
+    assert budgets(CaseResult("c", outcome="passed", verdicts=(growth,)))
+    assert not budgets(CaseResult("c", outcome="passed", verdicts=(growth, caught)))
+
+
 def test_other_details_and_odd_ones_are_no_budgets():
     assert not budgets(noted("tap state", held="much"))
     assert not budgets(noted("tokens", flips=3, ratio=1.0))

@@ -27,7 +27,7 @@ HF = "hf_" + "a1B2" * 8
 def budget(*details: dict[str, Any]) -> list[Bar]:
     found = tuple({"label": "budget", "verdict": None, "detail": detail} for detail in details)
     case = CaseResult("t", suite="budgets", outcome="passed", verdicts=found)
-    return bars([case_view(case, "case-t", full=False)])
+    return bars([case_view(case, "case-t", full=False, run="reports/x")])
 
 
 def test_a_ratio_stands_beside_its_target_and_quartiles() -> None:

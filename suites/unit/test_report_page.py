@@ -140,7 +140,10 @@ def test_a_failed_case_that_kept_its_call_names_the_commands_for_it(tmp_path: Pa
     for verb in ("repro", "bisect"):
         assert text.count(f"vllm-parity {verb} ") == 1
         (named,) = re.findall(rf"vllm-parity {verb} (.+) --run (\S+?)Copy", text)
-        assert named == (quoted, tmp_path.name)
+        assert named == (quoted, f"reports/{tmp_path.name}")
+    assert text.count("load_file('reports/") == 1
+    assert "“x” left none: not written: full" in text
+    assert text.count("No tensors were kept") == 1
 
 
 def test_cases_whose_names_fold_together_keep_their_own_links(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections import Counter
 from pathlib import Path
@@ -26,9 +27,7 @@ def test_one(parity):
 
 def test_two(parity):
     note(parity, "two")
-    once = pathlib.Path(os.environ["NOTES"]).with_name("died")
-    if os.environ.get("DIE") == parity.config.short_dtype and not once.exists():
-        once.touch()
+    if os.environ.get("DIE") == parity.config.short_dtype:
         os.kill(os.getpid(), signal.SIGKILL)
 
 def test_three(parity):
@@ -75,20 +74,43 @@ def test_a_run_on_two_workers_is_one_run(tmp_path: Path) -> None:
     assert 'name="engine"' in (tmp_path / "junit.xml").read_text()
 
 
-def test_a_killed_worker_costs_its_case_and_nothing_else(tmp_path: Path) -> None:
-    done = spread(tmp_path, DIE="bf16")
+def test_a_case_that_kills_its_worker_costs_itself_and_nothing_else(tmp_path: Path) -> None:
+    done = spread(tmp_path, "--junit-xml", str(tmp_path / "junit.xml"), DIE="bf16")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     run = read_run(mini_suite.only_run(tmp_path))
     assert run.damaged == ()
-    # xdist reports the crash as a failure, and gives the case to the next worker all the same.
-    assert Counter(case.outcome for case in run.cases) == {"passed": 6}
-    assert "pytest ended with exit status 1 though no case failed" in done.stdout
+    assert Counter(case.outcome for case in run.cases) == {"passed": 5, "error": 1}
+    (fatal,) = (case for case in run.cases if case.outcome == "error")
+    assert fatal.id == "test_mini.py::test_two[hf-tiny-llama-bf16-eager-tp1-step64]"
+    assert fatal.declared
+    assert not fatal.earlier
+    assert fatal.message.startswith("worker 'gw")
+    assert f"crashed while running '{fatal.id}'" in fatal.message
+    assert "run it alone to see why" in fatal.message
+    assert "not green: 1 case could not be judged (error)" in done.stdout
+    assert done.stdout.count("replacing crashed worker") == 1
+    assert fatal.message in html.unescape((tmp_path / "junit.xml").read_text())
 
     again = spread(tmp_path, "--resume", "last")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "6 of 6 cases keep their result" in again.stdout
+    assert "5 of 6 cases keep their result" in again.stdout
     assert "parity holds" in again.stdout
     assert {path.name for path in (tmp_path / "reports").iterdir()} == {run.folder.name}
+
+
+@pytest.mark.parametrize("which", ["one", "three", "without_an_engine"])
+def test_wherever_it_stands_among_the_cases_of_a_worker(tmp_path: Path, which: str) -> None:
+    """The first, the last and one with no engine: the run ends, and all the others are done."""
+    head = f"def test_{which}(parity):" if which in ("one", "three") else f"def test_{which}():"
+    source = SUITE.replace(head, f"{head}\n    os.kill(os.getpid(), signal.SIGKILL)")
+    done = spread(tmp_path, source=source)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "maximum crashed workers reached" not in done.stdout
+    run = read_run(mini_suite.only_run(tmp_path))
+    fatal = {case.check for case in run.cases if case.outcome == "error"}
+    assert fatal == ({which} if "(parity)" in head else set())
+    assert {case.outcome for case in run.cases if case.check not in fatal} == {"passed"}
+    assert f"test_{which}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ BAND: dict[str, dict[str, str | None]] = {
     },
     "0.32": {},
 }
-#: What `nox -s audit` judges → its environment in requirements/audits.
+#: What `nox -s audit` judges → its environment in requirements/peers.
 AUDITED = {
     "transformer-lens": "transformer-lens",
     "nnsight": "nnsight",
@@ -306,7 +306,7 @@ def audit(session: nox.Session, library: str) -> None:
     if shared is None:
         session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
     site = Path("lib", f"python{PYTHON}", "site-packages")
-    lines = (REQUIREMENTS / "audits" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
+    lines = (REQUIREMENTS / "peers" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     late = [pin for pin in pins if pin.split("==")[0] == LATER_PYTHON]
     session.install("--no-deps", *(pin for pin in pins if pin not in late))

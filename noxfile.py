@@ -314,7 +314,12 @@ def audit(session: nox.Session, library: str) -> None:
         session.install("--no-deps", "--python-version", "3.12", "--target", str(location / site), *late)
     # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
     (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
-    backend = f"{library}@{os.path.relpath(_python(location))}"
+    # A short name for it, which outlives a change of the lock: the command in an audit can be typed again.
+    name = ROOT / ".nox" / "audits" / library
+    name.parent.mkdir(exist_ok=True)
+    name.unlink(missing_ok=True)
+    name.symlink_to(location)
+    backend = f"{library}@{os.path.relpath(_python(name))}"
     _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)
 
 

@@ -38,7 +38,7 @@ class Broken:
     def forward(self, prompts, *, capture, intervene=None):
         self.calls.append((capture, intervene))
         result = self._backend.forward(prompts, capture=capture, intervene=intervene)
-        if NORM in (intervene or {}):
+        if NORM in (intervene or {}) and NORM in capture:
             result.captured[NORM] = result.captured[NORM] / self._weight
         return result
 

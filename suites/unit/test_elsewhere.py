@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import Pipe
 
 import psutil
 import pytest
@@ -302,6 +303,14 @@ def test_another_protocol_is_named(tmp_path, says, message):
 
 def test_both_ends_have_the_same_protocol():
     assert worker.PROTOCOL == PROTOCOL
+
+
+def test_a_worker_names_another_protocol_too():
+    ours, theirs = Pipe()
+    for frame in (b'{"protocol": 99, "op": "boot"}', b""):
+        ours.send_bytes(frame)
+    with pytest.raises(RuntimeError, match=r"the harness speaks protocol 99, this worker 1"):
+        worker.receive(theirs)
 
 
 def test_a_plain_backend_of_this_interpreter_is_served_without_a_worker(tiny_folder):

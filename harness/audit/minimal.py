@@ -11,12 +11,14 @@ from harness.points import ATTN_OUT, FINAL_NORM, HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from harness.audit.smallest import Smallest
     from harness.reference.families import ModuleTree
 
 __all__ = ["minimal_script"]
 
+_UNTOKENIZED = "# it has no tokenizer; where the library wants one, save any beside it: it is not used"
 _CHANGES = {
     "suppress": "torch.zeros_like(value)",
     "scale": "value * {factor}",
@@ -25,13 +27,14 @@ _CHANGES = {
 }
 
 
-def minimal_script(smallest: Smallest, backend: str, tree: ModuleTree) -> str:
+def minimal_script(smallest: Smallest, backend: str, tree: ModuleTree, folder: Path | None = None) -> str:
     """The script; empty where the library is not one of ours to write for, or the family reads otherwise than a Llama.
 
     Args:
         smallest: the call.
         backend: as it was named on the command line.
         tree: of the checkpoint, which says where transformers has the points.
+        folder: of the checkpoint; one without a tokenizer is said to be so, since libraries insist on one.
     """
     adapter = ADAPTERS.get(split_name(backend)[0])
     repro = REPROS.get(adapter.module) if adapter else None
@@ -49,7 +52,8 @@ def minimal_script(smallest: Smallest, backend: str, tree: ModuleTree) -> str:
             repro.imports,
             "from transformers import AutoModelForCausalLM",
             "",
-            f'path, dtype = "path/to/{smallest.model}", torch.{smallest.dtype}',
+            f'path, dtype = "path/to/{smallest.model}", torch.{smallest.dtype}  # numbers below are of this checkpoint',
+            *([_UNTOKENIZED] if folder is not None and not any(folder.glob("tokenizer*")) else []),
             f'prompt, hook = {list(smallest.prompt)}, "{smallest.hook}"',
             *([f"modules = {_quoted(paths)}"] if "modules" in lines else []),
             *_edit(smallest, lines),

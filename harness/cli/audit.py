@@ -165,5 +165,5 @@ def _add_smallest(audit: Audit, arguments: argparse.Namespace, records: RunRecor
             audit.smallest = find_smallest(pool.get(config), config.path, asked, k=audit.k)
             if audit.smallest is not None:
                 tree = tree_of_config(load_config(config.path))
-                audit.script = minimal_script(audit.smallest, audit.backend, tree)
+                audit.script = minimal_script(audit.smallest, audit.backend, tree, Path(config.path))
                 return

@@ -105,6 +105,13 @@ def test_a_script_needs_the_library_and_transformers_alone():
     assert "print(found[0, :3].tolist())  # 0.4126, 0.4865" in script
     assert "print(kept[0][0, :3].tolist())  # 0.5000, 0.5000" in script
     assert len([line for line in script.splitlines() if line.strip()]) <= 25
+    assert "tokenizer" not in script
+
+
+def test_a_checkpoint_without_a_tokenizer_is_said_to_be_so(tmp_path):
+    assert "it has no tokenizer" in minimal_script(SHOWN, "transformer-lens-vllm@x", ModuleTree(), tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    assert "tokenizer" not in minimal_script(SHOWN, "transformer-lens-vllm@x", ModuleTree(), tmp_path)
 
 
 @pytest.mark.parametrize("hook", [NORM, "blocks.2.attn.hook_out", "blocks.1.hook_out", "embed.hook_out"])

@@ -51,7 +51,7 @@ BAND: dict[str, dict[str, str | None]] = {
     },
     "0.32": {},
 }
-#: What `nox -s audit` judges → its environment in requirements/audits.
+#: What `nox -s audit` judges → its environment in requirements/peers.
 AUDITED = {
     "transformer-lens": "transformer-lens",
     "nnsight": "nnsight",
@@ -328,7 +328,7 @@ def audit(session: nox.Session, library: str) -> None:
     if shared is None:
         session.error("the environment is not there: run `nox -s env`, or leave out --no-dependencies")
     site = Path("lib", f"python{PYTHON}", "site-packages")
-    lines = (REQUIREMENTS / "audits" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
+    lines = (REQUIREMENTS / "peers" / f"{AUDITED[library]}.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     late = [pin for pin in pins if pin.split("==")[0] == LATER_PYTHON]
     session.install("--no-deps", *(pin for pin in pins if pin not in late))
@@ -336,7 +336,12 @@ def audit(session: nox.Session, library: str) -> None:
         session.install("--no-deps", "--python-version", "3.12", "--target", str(location / site), *late)
     # What it does not pin for itself, torch and transformers among it, it finds where the harness has them.
     (location / site / "shared.pth").write_text(f"{shared / site}\n", encoding="utf-8")
-    backend = f"{library}@{os.path.relpath(_python(location))}"
+    # A short name for it, which outlives a change of the lock: the command in an audit can be typed again.
+    name = ROOT / ".nox" / "audits" / library
+    name.parent.mkdir(exist_ok=True)
+    name.unlink(missing_ok=True)
+    name.symlink_to(location)
+    backend = f"{library}@{os.path.relpath(_python(name))}"
     _run(session, "harness", "audit", "--backend", backend, *session.posargs, testing=True)
 
 

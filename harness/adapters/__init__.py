@@ -22,7 +22,7 @@ class Adapter:
         module: its name.
         title: what a reader sees.
         url: where findings go.
-    requirements: file of ``requirements/audits`` with its environment's pins, without its ending.
+        requirements: file of ``requirements/peers`` with its environment's pins, without its ending.
     """
 
     module: str

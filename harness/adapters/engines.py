@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BLOCK_OUT", "EngineBackend", "engine_options"]
+from .names import block_of
 
-BLOCK_OUT = "blocks.{i}.hook_out"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BLOCK_OUT", "EngineBackend", "blocks", "by_point", "engine_options"]
+
+#: The one point of those that know layers and no names: layer i's residual stream.
+BLOCK_OUT = "blocks.*.hook_out"
 
 
 def engine_options(config: Any, plugin: str) -> dict[str, Any]:
@@ -28,6 +34,16 @@ def engine_options(config: Any, plugin: str) -> dict[str, Any]:
         "max_num_batched_tokens": max(2048, config.max_model_len),
         "max_num_seqs": 16,
     }
+
+
+def blocks(capture: Sequence[str]) -> list[int]:
+    """The layers that points are of, in their order."""
+    return [block_of(name) for name in capture]
+
+
+def by_point(capture: Sequence[str], streams: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """What is captured, out of one sequence of the layers' values per prompt."""
+    return {name: [stream[place] for stream in streams] for place, name in enumerate(capture)}
 
 
 class EngineBackend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .engines import EngineBackend, engine_options
+from .engines import BLOCK_OUT, EngineBackend, blocks, by_point, engine_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ class Backend(EngineBackend):
     """nnsight's ``VLLM``."""
 
     packages = ("nnsight",)
-    #: Its one table of names is this: layer i's two outputs together are ``blocks.{i}.hook_out``.
-    capabilities: ClassVar[dict[str, Any]] = {"capture": ["blocks.*.hook_out"], "batch": True}
+    #: Layer i's two outputs together are the point.
+    capabilities: ClassVar[dict[str, Any]] = {"capture": [BLOCK_OUT], "batch": True}
 
     @classmethod
     def boot(cls, config: Any) -> Backend:
@@ -38,11 +38,11 @@ class Backend(EngineBackend):
     ) -> dict[str, Any]:
         """See :class:`harness.elsewhere.PlainBackend`."""
         del edits, new_tokens, logits  # none of them declared
-        layers = [self.engine.model.layers[int(name.split(".")[1])] for name in capture]
+        layers = [self.engine.model.layers[block] for block in blocks(capture)]
         with self.engine.trace(temperature=0.0, max_tokens=1) as tracer:
             values = [].save()  # type: ignore[attr-defined]  # nnsight gives it to lists
             for prompt in prompts:
                 with tracer.invoke(list(prompt)):
                     # What a layer adds, and the stream it adds it to.
                     values.append([sum(layer.output) for layer in layers])
-        return {"captured": {name: [one[place] for one in values] for place, name in enumerate(capture)}}
+        return {"captured": by_point(capture, values)}

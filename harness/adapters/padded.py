@@ -1,40 +1,47 @@
-"""What adapters on transformers share: prompts padded into one rectangle, edits of its rows, rows out of it."""
+"""What adapters on transformers share: prompts in one rectangle, rows out of every step of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .names import everywhere, patterns
+from .rectangle import Rectangle
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["OPS", "PaddedBackend", "edited", "tokenizer_of"]
-
-OPS = ("suppress", "scale", "add", "set")
+__all__ = ["PaddedBackend", "Passes", "declared", "tokenizer_of"]
 
 
-def edited(value: torch.Tensor, edits: Mapping[int, Mapping[str, Any]]) -> torch.Tensor:
-    """A point's value with its edits made, as a new tensor.
+def declared(names: Iterable[str], **more: Any) -> dict[str, Any]:
+    """Capabilities of a library in whose hooks a user's own code runs: everything, at these points."""
+    names = list(names)
+    flags = dict.fromkeys(("batch", "decode", "edit_per_prompt", "edit_positions", "logits"), True)
+    return {"capture": patterns(names), "edit": everywhere(names), **flags, **more}
 
-    Args:
-        value: (batch, longest, width).
-        edits: prompt → the edit there.
+
+@dataclass(frozen=True)
+class Passes:
+    """What the forwards of one call gave: the prompts', and one for each new token but the last.
+
+    Attributes:
+        values: point → one (batch, columns, width) per forward.
+        logits: one (batch, columns, vocabulary) per forward; at least the last column.
+        tokens: (batch, new) int64 where the library generated; None: what the logits say.
     """
-    value = value.clone()
-    for prompt, edit in edits.items():
-        at = slice(None) if edit["rows"] is None else edit["rows"]
-        rows = value[prompt, at].float()
-        # A scale of 0 makes the row the bias, whatever was in it: inf · 0 would be NaN.
-        kept = rows * edit["scale"] if edit["scale"] else torch.zeros_like(rows)
-        value[prompt, at] = (kept + edit["bias"]).to(value.dtype)
-    return value
+
+    values: Mapping[str, Sequence[torch.Tensor]]
+    logits: Sequence[torch.Tensor]
+    tokens: torch.Tensor | None = None
 
 
 class PaddedBackend:
-    """Base of such an adapter; a subclass has ``packages``, ``points``, ``capabilities``, ``boot`` and ``call``."""
+    """Base of such an adapter; a subclass has ``packages``, ``capabilities``, ``boot`` and ``call``."""
 
     #: Distributions whose versions are told.
     packages: tuple[str, ...] = ()
@@ -57,42 +64,27 @@ class PaddedBackend:
         logits: bool,
     ) -> dict[str, Any]:
         """See :class:`harness.elsewhere.PlainBackend`."""
-        del new_tokens  # one: decode is not declared
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-            mask[row, : len(prompt)] = 1
-        by_hook: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for row, here in enumerate(edits):
-            for edit in here:
-                by_hook.setdefault(edit["hook"], {})[row] = edit
-        captured, all_logits = self.call(ids, mask, list(capture), by_hook)
+        batch = Rectangle(prompts, edits)
+        passes = self.call(batch, list(capture), new_tokens, logits=logits)
+        tokens = passes.tokens
+        if tokens is None:
+            tokens = torch.stack([one[:, -1].argmax(dim=-1) for one in passes.logits], dim=1)
         found: dict[str, Any] = {
-            "captured": {name: [captured[name][row, :n] for row, n in enumerate(lengths)] for name in capture}
+            "captured": {name: batch.rows(passes.values[name]) for name in capture},
+            "new_tokens": tokens.tolist(),
         }
         if logits:
-            found["logits"] = [all_logits[row, :n].float() for row, n in enumerate(lengths)]
+            found["logits"] = [rows.float() for rows in batch.rows(passes.logits)]
         return found
 
-    def call(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        capture: list[str],
-        edits: Mapping[str, Mapping[int, Mapping[str, Any]]],
-    ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
-        """Run one rectangle.
+    def call(self, batch: Rectangle, capture: list[str], new_tokens: int, *, logits: bool) -> Passes:
+        """Run one rectangle, with the library's way to run a forward for one new token, and to generate for more.
 
         Args:
-            ids: (batch, longest) int64.
-            mask: the same, 0 on padding.
+            batch: what to run, and its edits.
             capture: points wanted, by their canonical names.
-            edits: point → prompt → edit.
-
-        Returns:
-            Point → (batch, longest, width), and logits (batch, longest, vocabulary).
+            new_tokens: greedy, and not ended by any token.
+            logits: whether those of every column are wanted, and not just the last one's.
         """
         raise NotImplementedError
 

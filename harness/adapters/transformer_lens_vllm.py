@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .engines import EngineBackend, engine_options
-from .padded import OPS, tokenizer_of
+from .names import everywhere, patterns
+from .padded import tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +18,9 @@ __all__ = ["NAMES", "Backend"]
 #: Canonical names; the source has the same, and takes the final norm's weight out by itself.
 NAMES = (
     "embed.hook_out",
-    "blocks.*.attn.hook_out",
-    "blocks.*.mlp.hook_out",
-    "blocks.*.hook_out",
+    "blocks.{i}.attn.hook_out",
+    "blocks.{i}.mlp.hook_out",
+    "blocks.{i}.hook_out",
     "ln_final.hook_normalized",
 )
 
@@ -29,8 +30,8 @@ class Backend(EngineBackend):
 
     packages = ("transformer-lens",)
     capabilities: ClassVar[dict[str, Any]] = {
-        "capture": list(NAMES),
-        "edit": {op: list(NAMES) for op in OPS},
+        "capture": patterns(NAMES),
+        "edit": everywhere(NAMES),
         "batch": True,
         "logits": True,
     }
@@ -55,24 +56,18 @@ class Backend(EngineBackend):
         logits: bool,
     ) -> dict[str, Any]:
         """See :class:`harness.elsewhere.PlainBackend`."""
-        del new_tokens  # one: decode is not declared
+        del new_tokens  # one: its driver refuses more, and decode is not declared
         found = self.engine._driver.forward(  # noqa: SLF001 - the bridge replays captures by name only
             [list(prompt) for prompt in prompts],
             capture=tuple(capture),
             intervene={edit["hook"]: _spec(edit) for edit in edits[0]},
             return_logits=logits,
         )
-        lengths = [len(prompt) for prompt in prompts]
         result: dict[str, Any] = {
-            "captured": {
-                name: [torch.as_tensor(found.captured[name])[row, :n] for row, n in enumerate(lengths)]
-                for name in capture
-            }
+            "captured": {name: _cut(found.captured[name], prompts) for name in capture},
         }
         if logits:
-            result["logits"] = [
-                torch.as_tensor(found.logits)[row, :n].float() for row, n in enumerate(lengths)
-            ]
+            result["logits"] = [rows.float() for rows in _cut(found.logits, prompts)]
         return result
 
     def close(self) -> None:
@@ -80,6 +75,12 @@ class Backend(EngineBackend):
         if self.engine is not None and hasattr(self.engine, "close"):
             self.engine.close()
         self.engine = None
+
+
+def _cut(padded: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """One (rows, …) per prompt out of (batch, longest, …), padded on the right."""
+    values = torch.as_tensor(padded)
+    return [values[row, : len(prompt)] for row, prompt in enumerate(prompts)]
 
 
 def _spec(edit: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .engines import EngineBackend, engine_options
+from .engines import BLOCK_OUT, EngineBackend, blocks, by_point, engine_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ class Backend(EngineBackend):
     """An engine that the plugin has patched."""
 
     packages = ("vllm-lens",)
-    #: Its one table of names is this: layer i's residual stream is ``blocks.{i}.hook_out``.
-    capabilities: ClassVar[dict[str, Any]] = {"capture": ["blocks.*.hook_out"], "batch": True}
+    capabilities: ClassVar[dict[str, Any]] = {"capture": [BLOCK_OUT], "batch": True, "decode": True}
 
     @classmethod
     def boot(cls, config: Any) -> Backend:
@@ -37,16 +36,18 @@ class Backend(EngineBackend):
         logits: bool,
     ) -> dict[str, Any]:
         """See :class:`harness.elsewhere.PlainBackend`."""
-        del edits, new_tokens, logits  # none of them declared
+        del edits, logits  # neither is declared
         from vllm import SamplingParams
 
-        layers = [int(name.split(".")[1]) for name in capture]
+        layers = blocks(capture)
         extra = {"extra_args": {"output_residual_stream": layers}} if layers else {}
         outputs = self.engine.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            SamplingParams(max_tokens=1, temperature=0.0, **extra),
+            SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, **extra),
             use_tqdm=False,
         )
         streams = [output.activations["residual_stream"] for output in outputs] if layers else []
-        captured = {name: [stream[place] for stream in streams] for place, name in enumerate(capture)}
-        return {"captured": captured, "new_tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+        return {
+            "captured": by_point(capture, streams),
+            "new_tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from harness.audit.overhead import Overhead
+    from harness.audit.smallest import Smallest
     from harness.store import CaseResult, HookRow, RunRecords
 
 __all__ = ["Audit", "Failure", "Flag", "Point", "Suite", "audit_of"]
@@ -132,6 +133,8 @@ class Audit:
         boots: per engine, its model, what it said of itself, and why it did not boot.
         versions: of the harness' side.
         overhead: what capturing costs, where it was measured.
+        smallest: the smallest call that shows the first failure, where one was found.
+        script: it, with the library and transformers alone; empty where it cannot be written so.
     """
 
     backend: str
@@ -145,6 +148,8 @@ class Audit:
     suites: list[Suite]
     failures: list[Failure]
     overhead: list[Overhead] = field(default_factory=list)
+    smallest: Smallest | None = None
+    script: str = ""
 
     @property
     def verdict(self) -> str:

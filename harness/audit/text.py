@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from harness.elsewhere import split_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from harness.audit.findings import Audit, Point, Worst
+    from harness.audit.findings import Audit, Failure, Point, Worst
 
 __all__ = ["audit_text"]
 
@@ -162,6 +162,30 @@ def _overhead(audit: Audit) -> str:
     return _table(head, rows, right=5)
 
 
+def _shown(audit: Audit, failure: Failure) -> list[str]:
+    """The library by itself where that shows it, else the case."""
+    least = audit.smallest
+    if least is None:
+        return ["To see it, in a clone of the harness:", "", "```", failure.rerun, "```"]
+    edits = ", ".join(f"{_words(spec)} at `{at}`" for at, spec in least.edits.items()) or "no edit"
+    said = (
+        f"The smallest call that shows it: `{least.hook}` of the prompt {list(least.prompt)}, {edits}. "
+        f"Row {least.row} begins {_values(least.found)} where transformers has {_values(least.expected)}, "
+        f"{least.share:.3g} times the bound."
+    )
+    if audit.script:
+        return [said, "", "```python", audit.script, "```"]
+    return [said, "", "In a clone of the harness:", "", "```", failure.rerun, "```"]
+
+
+def _words(spec: Mapping[str, Any]) -> str:
+    return " ".join(str(value) for value in spec.values())
+
+
+def _values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
+
+
 def _upstream(audit: Audit, name: str) -> str:
     """Figures, versions and the shortest way to see it, in a quotation that can be copied as it is."""
     counted = [
@@ -181,14 +205,5 @@ def _upstream(audit: Audit, name: str) -> str:
     lines += [f"- `{p.template}`: {_found(p.captured)}; edited: {_found(p.edited)}" for p in bad]
     broken = [one for one in audit.failures if one.outcome == "failed"] or audit.failures
     if broken:
-        lines += [
-            "",
-            f"It begins: {_inline(broken[0].begins)}",
-            "",
-            "To see it:",
-            "",
-            "```",
-            broken[0].rerun,
-            "```",
-        ]
+        lines += ["", f"It begins: {_inline(broken[0].begins)}", "", *_shown(audit, broken[0])]
     return "\n".join(f"> {line}".rstrip() for line in "\n".join(lines).split("\n")) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -13,9 +14,12 @@ from harness.errors import HarnessError, UsageError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from harness.audit import Audit
+    from harness.backend import BootConfig
+    from harness.pool import EnginePool
+    from harness.store import RunRecords
 
 __all__ = ["ABOUT", "HELP", "add_arguments", "run"]
 
@@ -74,8 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     options += [part for dtype in dtypes for part in ("--dtype", dtype)]
     options += ["-k", arguments.keyword] if arguments.keyword else []
     _, where = run_suites(folder, arguments.suites, options)
-    audit = audit_of(read_run(where))
+    records = read_run(where)
+    audit = audit_of(records)
     audit.command = _command(arguments, models, dtypes)
+    if any(suite.failed for suite in audit.suites):
+        _add_smallest(audit, arguments, records, where)
     if arguments.beside != "none" and any(suite.passed for suite in audit.suites):
         _add_overhead(audit, arguments, models[0], dtypes[0], where)
     (where / "audit.json").write_text(json.dumps(audit.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -104,29 +111,59 @@ def _status(audit: Audit) -> int:
     return INCOMPLETE if any(suite.verdict == "not judged" for suite in audit.suites) else OK
 
 
-def _add_overhead(audit: Audit, arguments: argparse.Namespace, model: str, dtype: str, where: Path) -> None:
-    """Measure both; one that cannot be measured says why and costs nothing else."""
-    from harness.audit import measure_overhead
-    from harness.backend import DTYPES, BootConfig
-    from harness.geometry import Geometry
-    from harness.models import load_config, resolve
+@contextlib.contextmanager
+def _pool(arguments: argparse.Namespace, where: Path, what: str) -> Iterator[EnginePool]:
+    """Engines for a figure beside the verdict; one that cannot be had says why and costs nothing else."""
     from harness.pool import EnginePool
 
-    path = str(resolve(model).fetch())
-    hf_config = load_config(path)
-    pool = EnginePool(
-        where / "overhead", boot_timeout=arguments.boot_timeout, step_timeout=arguments.step_timeout
-    )
+    pool = EnginePool(where / what, boot_timeout=arguments.boot_timeout, step_timeout=arguments.step_timeout)
     try:
-        for backend in dict.fromkeys((arguments.backend, arguments.beside)):
-            config = BootConfig(
-                backend, model, path, DTYPES[dtype], "eager", max_num_batched_tokens=512, max_model_len=256
-            )
-            layers, vocab = Geometry.of(hf_config).layers, int(hf_config.vocab_size)
-            audit.overhead.append(measure_overhead(pool, config, layers=layers, vocab=vocab))
+        yield pool
+    except UsageError:
+        raise
     except (HarnessError, KeyError) as error:
-        if isinstance(error, UsageError):
-            raise
-        print(f"not measured: {error}")
+        print(f"{what}: not measured: {error}")
     finally:
         pool.close()
+
+
+def _config(backend: str, model: str, dtype: str) -> BootConfig:
+    from harness.backend import DTYPES, BootConfig
+    from harness.models import resolve
+
+    path = str(resolve(model).fetch())
+    return BootConfig(
+        backend, model, path, DTYPES[dtype], "eager", max_num_batched_tokens=512, max_model_len=256
+    )
+
+
+def _add_overhead(audit: Audit, arguments: argparse.Namespace, model: str, dtype: str, where: Path) -> None:
+    """What capturing costs, of the backend and of the one beside it."""
+    from harness.audit import measure_overhead
+    from harness.geometry import Geometry
+    from harness.models import load_config
+
+    with _pool(arguments, where, "overhead") as pool:
+        for backend in dict.fromkeys((arguments.backend, arguments.beside)):
+            config = _config(backend, model, dtype)
+            hf_config = load_config(config.path)
+            layers, vocab = Geometry.of(hf_config).layers, int(hf_config.vocab_size)
+            audit.overhead.append(measure_overhead(pool, config, layers=layers, vocab=vocab))
+
+
+def _add_smallest(audit: Audit, arguments: argparse.Namespace, records: RunRecords, where: Path) -> None:
+    """The smallest call that shows the first failure that a short call can show, and its script."""
+    from harness.audit import asked_of, find_smallest, minimal_script
+    from harness.models import load_config
+    from harness.reference.families import tree_of_config
+
+    with _pool(arguments, where, "smallest") as pool:
+        for case in records.cases:
+            if case.outcome != "failed" or not (asked := list(asked_of(records, case))):
+                continue
+            config = _config(audit.backend, case.model, case.dtype)
+            audit.smallest = find_smallest(pool.get(config), config.path, asked, k=audit.k)
+            if audit.smallest is not None:
+                tree = tree_of_config(load_config(config.path))
+                audit.script = minimal_script(audit.smallest, audit.backend, tree, Path(config.path))
+                return

@@ -94,25 +94,33 @@ def test_the_example_is_short_and_the_docs_show_it_as_it_is():
     assert f"```python\n{source}```" in (EXAMPLE.parents[1] / "backends.md").read_text()
 
 
-def judge_wrong(pytestconfig, tmp_path, name, backend):
-    """One case on one of the wrong ones: pytest's exit code, and the case."""
+def judge_wrong(pytestconfig, tmp_path, name, backend, *, elsewhere=False):
+    """One case on one of the wrong ones, here or in an interpreter of its own: pytest's exit code, and the case."""
     site = package(tmp_path / "site", "parity-wrong", WRONG, {name: backend})
     (site / f"{MODULE}.py").write_text((EXAMPLE / f"{MODULE}.py").read_text())
     arguments = ("suites/test_activations.py", "-k", "prompt_length and 33")
-    code, records, _ = judge(pytestconfig.rootpath, tmp_path, name, *arguments, path=str(site))
+    if elsewhere:
+        named = f"{name}@{interpreter(tmp_path / 'venv', site)}"
+        code, records, _ = judge(pytestconfig.rootpath, tmp_path, named, *arguments)
+    else:
+        code, records, _ = judge(pytestconfig.rootpath, tmp_path, name, *arguments, path=str(site))
     (case,) = records.cases
+    (engine,) = records.engines
+    assert ("worker_pid" in engine["describe"]) == elsewhere
     return code, case
 
 
 @pytest.mark.parametrize(
-    ("backend", "hook", "explanation"),
+    ("backend", "elsewhere", "hook", "explanation"),
     [
-        ("OffByOne", "blocks.1.hook_out", "blocks.0.hook_out"),
-        ("Unsaid", "ln_final.hook_normalized", "the weight is folded in"),
+        ("OffByOne", True, "blocks.1.hook_out", "blocks.0.hook_out"),
+        ("Unsaid", False, "ln_final.hook_normalized", "the weight is folded in"),
     ],
 )
-def test_a_wrong_backend_is_red_for_the_right_reason(pytestconfig, tmp_path, backend, hook, explanation):
-    code, case = judge_wrong(pytestconfig, tmp_path, "wrong", backend)
+def test_a_wrong_backend_is_red_for_the_right_reason(
+    pytestconfig, tmp_path, backend, elsewhere, hook, explanation
+):
+    code, case = judge_wrong(pytestconfig, tmp_path, "wrong", backend, elsewhere=elsewhere)
     assert (code, case.outcome) == (1, "failed"), case.message
     verdict = next(entry["verdict"] for entry in case.verdicts if entry["verdict"])
     assert verdict["divergence"]["hook"] == hook

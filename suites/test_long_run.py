@@ -45,10 +45,9 @@ def run(parity, call, capture):
     return result
 
 
-def judge(parity, call, result, label):
-    """The call by the reference, with its edits."""
-    edits = parity.edits(call.specs, result.lengths) if any(call.specs) else None
-    parity.check(call.prompts, result, label=label, edits=edits)
+def judge(parity, call, label):
+    """The same call again, between two clean ones, by the reference."""
+    parity.check_edits(call.prompts, call.specs, max_new_tokens=call.steps, label=label, must_bite=False)
 
 
 def live(parity, count, each=ROUND):
@@ -56,7 +55,7 @@ def live(parity, count, each=ROUND):
     calls = Calls(parity, most=3, longest=80)
     same, pick = calls.of(0), random.Random("captures")
     first = run(parity, same, parity.hook_points)
-    judge(parity, same, first, "first call")
+    judge(parity, same, "first call")
     kept = {name: rows.clone() for name, rows in first.captured.items()}
     memory, handles, seconds = [], [], []
     for number in range(1, count + 1):
@@ -68,7 +67,7 @@ def live(parity, count, each=ROUND):
         seconds.append(result.stats["seconds"])
         if not last:
             continue
-        judge(parity, call, result, f"call {number}")
+        judge(parity, call, f"call {number}")
         again = run(parity, same, hooks)
         assert again.new_tokens == first.new_tokens
         moved = [name for name in hooks if not _same_bits(again.captured[name], kept[name])]

@@ -78,7 +78,7 @@ def test_planted_fault_is_caught(parity, fault):
 @pytest.mark.parametrize("fault", BY_DTYPE)
 @pytest.mark.parity(models=("tiny-llama",), backends=("vllm",), modes=("eager",), steps=(64,))
 def test_a_fault_of_one_dtype_is_caught_there(parity, fault):
-    """Red at the dtype that has it; at the other, where rounding swallows it or it is not there, the worker is sound."""
+    """Red at the dtype that has it; at the other, where rounding swallows it or it is not there, it is sound."""
     dtype, check, says = BY_DTYPE[fault]
     if parity.config.short_dtype == dtype:
         expect_red(parity, f"narrow.{fault}", check, says)

@@ -117,8 +117,11 @@ class _SomeRows(_Branch):
     def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
         """Remember whose rows the step holds."""
         self._shares = shares
-        with super().harness_step(shares):
-            yield
+        try:
+            with super().harness_step(shares):
+                yield
+        finally:
+            self._shares = ()
 
     def wrong(self, rows: torch.Tensor) -> torch.Tensor:
         """Those that are chosen are half as large again."""

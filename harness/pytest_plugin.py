@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.cases import case_id, conclude, config_of, declaration, rerun
+from harness.draws import deal
 from harness.errors import CaptureError, HarnessError, UsageError
 from harness.expectations import Ledger
 from harness.options import add_options, asked_for, ledger_of, plan_of
@@ -59,9 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, needs=, extra_models=, "
-        "extra_topologies=, every_point=, smoke={}, full={}): narrow the engines a test runs on, add to a run of the "
-        "default models or of one rank, have them serve every point, or name capabilities that a backend has to "
-        "declare; what stands under smoke holds in that profile, and in full unless full says otherwise",
+        "extra_topologies=, every_point=, draws=, smoke={}, full={}): narrow the engines a test runs on, add to a run of "
+        "the default models or of one rank, have them serve every point, name the draws of a test that asks for `draw`, "
+        "or capabilities that a backend has to declare; what stands under smoke holds in that profile, and in full "
+        "unless full says otherwise",
     )
     config.stash[SESSION] = None
     try:
@@ -122,7 +124,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One case per engine for every test that asks for ``parity``."""
+    """One case per engine for every test that asks for ``parity``, or one per draw where it asks for ``draw`` too."""
     if "parity" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("parity")
@@ -139,6 +141,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _refuse(error)
     if limits.get("every_point"):
         configs = [c.with_options(**EVERY_POINT) for c in configs]
+    if "draw" in metafunc.fixturenames:
+        pairs = deal({**limits, **shorter}["draws"], configs)
+        ids = [f"{c.id}-draw{draw.seed}" for c, draw in pairs]
+        metafunc.parametrize(("parity", "draw"), pairs, ids=ids, indirect=["parity"], scope="function")
+        return
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
 
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from harness.trial.records import Curve
     from harness.trial.sweep import Tried
 
-__all__ = ["EDGES", "sensitivity_figure"]
+__all__ = ["COLOURS", "EDGES", "STYLE", "sensitivity_figure"]
 
 #: Borders of the points' bins, in multiples of the noise; what is larger is in the last.
 EDGES = (0.4, 0.75, 1.25, 1.75, 2.25, 2.75, 3.5, 5.0, 8.0, 16.0, 64.0)
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 20, 74
 #: Told apart by dash and marker too, not by colour alone.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc3399", "#7a5c00", "#555555")
-_STYLE = (
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc3399", "#7a5c00", "#555555")
+STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#333}.g{stroke:#8884;fill:none}.k{stroke:#333;stroke-dasharray:4 3}"
     "@media(prefers-color-scheme:dark){text{fill:#ddd}.k{stroke:#ddd}}"
 )
@@ -31,9 +31,9 @@ _STYLE = (
 
 def sensitivity_figure(curves: Sequence[Curve]) -> Markup:
     """One line per engine: the share of faults that turn the verdict red, and dashed the share with the hook named."""
-    parts = [f"<style>{_STYLE}</style>", _axes()]
+    parts = [f"<style>{STYLE}</style>", _axes()]
     for number, curve in enumerate(curves):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         parts += [_line(_points(curve.tried, named=named), colour, dashed=named) for named in (False, True)]
         x, y = _LEFT + 8 + number % 2 * 350, _HEIGHT - 28 + number // 2 * 16
         label = f"{curve.engine} ({len(curve.tried)} faults)"

@@ -23,6 +23,7 @@ __all__ = [
     "Fault",
     "above",
     "curves",
+    "engine_of",
     "faults",
     "packed",
     "share",
@@ -74,7 +75,7 @@ class Curve:
     @property
     def engine(self) -> str:
         """Which one, in words."""
-        return f"{self.model}, {self.dtype}, {self.mode}, {self.topology}, {self.backend}"
+        return engine_of(self)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class Fault:
     explained: bool
     by: str
     message: str
+
+
+def engine_of(found: Curve | CaseResult) -> str:
+    """Which engine something was found on, in words."""
+    return f"{found.model}, {found.dtype}, {found.mode}, {found.topology}, {found.backend}"
 
 
 def curves(runs: Iterable[RunRecords]) -> list[Curve]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from harness.trial.records import Curve, Fault
     from harness.trial.sweep import Tried
 
-__all__ = ["BANDS", "curve_tables", "fault_tables", "in_band", "smallest"]
+__all__ = ["BANDS", "curve_tables", "fault_tables", "in_band", "percent", "smallest", "table"]
 
 #: Multiples of the noise that are shown together, [from, to).
 BANDS = ((0.0, 1.25), (1.25, 2.0), (2.0, 3.0), (3.0, 5.0), (5.0, 30.0), (30.0, math.inf))
@@ -64,7 +64,7 @@ def fault_tables(faults: Sequence[Fault]) -> str:
     caught, explained = (sum(getattr(f, what) for f in faults) for what in ("caught", "explained"))
     told = f"{explained} with the mistake named as its case demands"
     head = f"Of {len(faults)} planted engines {caught} were caught, {told}.\n"
-    return f"{head}\n{_table(rows)}" if faults else ""
+    return f"{head}\n{table(rows)}" if faults else ""
 
 
 def percent(value: float) -> str:
@@ -101,7 +101,7 @@ def _bands(tried: Sequence[Tried]) -> str:
         label = f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} and more"
         figures = (share(here, "caught"), share(red, "right"), share(red, "placed"))
         rows.append([label, str(len(here)), *map(percent, figures)])
-    return _table(rows)
+    return table(rows)
 
 
 def _kinds(tried: Sequence[Tried]) -> str:
@@ -112,10 +112,11 @@ def _kinds(tried: Sequence[Tried]) -> str:
         missed = max((one.multiple for one in here if not one.caught), default=0.0)
         seen = ["never", "-"] if least is None else [f"{least.size:.1e}", f"{least.multiple:.2f}"]
         rows.append([kind, str(len(here)), *seen, f"{missed:.2f}" if missed else "-"])
-    return _table(rows)
+    return table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
     head, *body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     lines = [head, ["---"] * len(head), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -7,6 +7,7 @@ import pkgutil
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from harness.backend import Topology
 from harness.vllm.boot import boot_vllm, check_boot, kv_cache_bytes
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.environment import boot_environment
@@ -44,13 +45,16 @@ class VLLMBackend:
 
     @classmethod
     def boot(cls, config: BootConfig) -> Self:
-        """Boot as ``config`` says; ``options`` go to ``boot_vllm``, except ``instrument`` and ``environment``.
+        """Boot as ``config`` says; ``options`` go to ``boot_vllm``, except these.
 
-        ``environment`` is set for good: an engine behind this protocol has its process to itself. ``driver_cls`` names
-        a subclass of the driver, as ``worker_cls`` does one of the worker: for faults planted on this side.
+        ``environment`` and ``threads``, how many each rank computes with, are set for good: an engine behind this
+        protocol has its process to itself. ``instrument`` False leaves out all that is ours. ``driver_cls`` names a
+        subclass of the driver, as ``worker_cls`` does one of the worker: for faults planted on this side.
         """
         options = dict(config.options)
         os.environ.update(options.pop("environment", {}))
+        if threads := options.pop("threads", None):
+            _set_threads(threads)
         driver_cls = options.pop("driver_cls", None)
         if options.pop("instrument", True):
             bridge = boot_vllm(
@@ -83,6 +87,7 @@ class VLLMBackend:
             "architecture": self.driver.hf_config.architectures[0],
             "platform": current_platform.device_type,
             "runner": runner,
+            **({"threads": torch.get_num_threads()} if self.config.topology == Topology() else {}),
             "boot_seconds": round(self.driver.boot_seconds, 3),
             "hook_points": len(self.supported_hook_points),
         }
@@ -123,6 +128,14 @@ class VLLMBackend:
     def close(self) -> None:
         """See :meth:`VLLMDriver.close`."""
         self.driver.close()
+
+
+def _set_threads(count: int) -> None:
+    """Have this process, and ranks that it starts, compute with so many threads."""
+    import torch
+
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:

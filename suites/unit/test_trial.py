@@ -252,7 +252,7 @@ def test_the_command(tmp_path, capsys):
 def test_the_command_refuses(tmp_path, capsys):
     nothing = write_run(tmp_path / "n", [declaration(0)], [result(declaration(0))])
     assert main(["trial", str(nothing)]) == 5
-    assert "planted no fault" in capsys.readouterr().out
+    assert "planted no fault and compared nothing" in capsys.readouterr().out
     folder = trial_run(tmp_path / "r", [one(6, caught=True)])
     assert main(["trial", str(folder), "--svg", str(tmp_path / "no" / "such.svg")]) == 2
     assert "No such file" in capsys.readouterr().err

@@ -60,10 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "parity(models=, dtypes=, modes=, topologies=, backends=, steps=, tokenizer=, needs=, extra_models=, "
-        "extra_topologies=, every_point=, draws=, smoke={}, full={}): narrow the engines a test runs on, add to a run of "
-        "the default models or of one rank, have them serve every point, name the draws of a test that asks for `draw`, "
-        "or capabilities that a backend has to declare; what stands under smoke holds in that profile, and in full "
-        "unless full says otherwise",
+        "extra_topologies=, every_point=, draws=, smoke={}, full={}): narrow the engines a test runs on, add to a run "
+        "of the default models or of one rank, have them serve every point, name the draws of a test that asks for "
+        "`draw`, or capabilities that a backend has to declare; what stands under smoke holds in that profile, and in "
+        "full unless full says otherwise",
     )
     config.stash[SESSION] = None
     try:
@@ -76,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
             run.folder.mkdir(exist_ok=True)  # taken, so that no other run gets its name
             publish = functools.partial(config.stash.__setitem__, SESSION)
             config.pluginmanager.register(Controller(run, found, publish), "vllm-parity-controller")
+            _end_on_sigterm(config)
     except UsageError as error:
         _refuse(error)
 
@@ -237,8 +238,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 run.folder.rmdir()
         _refuse(error, config)
     config.stash[SESSION] = run
-    if threading.current_thread() is threading.main_thread():
-        config.stash[_BEFORE] = signal.signal(signal.SIGTERM, _terminated)
+    _end_on_sigterm(config)
 
 
 def _new_session(config: pytest.Config) -> ParitySession:
@@ -268,9 +268,14 @@ def _new_session(config: pytest.Config) -> ParitySession:
     )
 
 
-def _terminated(_number: int, _frame: Any) -> None:
-    """End like Ctrl-C does, with a report: a CI that cancels a job, or a batch system, sends SIGTERM."""
-    raise KeyboardInterrupt("SIGTERM")
+def _end_on_sigterm(config: pytest.Config) -> None:
+    """End like on Ctrl-C, with a report: a CI that cancels a job, or a batch system, sends SIGTERM."""
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    if threading.current_thread() is threading.main_thread():
+        config.stash[_BEFORE] = signal.signal(signal.SIGTERM, interrupt)
 
 
 def _reference_cache(asked: str) -> Path | None:

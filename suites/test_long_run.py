@@ -16,8 +16,8 @@ from suites.draws import Calls
 from suites.trial import expect_red
 
 MIB = 2**20
-#: Calls by profile: what `full` has room for, and what a night has.
-CALLS = {"smoke": 200, "full": 200, "nightly": 2000}
+#: Calls after the first.
+CALLS = 2000
 #: Between repeats of the first call.
 ROUND = 100
 #: What the process may grow by, however many calls: allocators keep a little of what they were given, two pages a call
@@ -102,8 +102,8 @@ def _median(values):
 @pytest.mark.slow
 @on_one
 def test_a_long_life(parity):
-    """Calls at random, hundreds in `full`, two thousand at night: the same bits, right ones, and no growth."""
-    live(parity, CALLS[parity.profile])
+    """Two thousand calls at random: the same bits, right ones, and no growth."""
+    live(parity, CALLS)
 
 
 def long_enough_to_leak(parity):

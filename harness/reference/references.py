@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 #: probabilities, 0.96 to 1.24 on SmolLM2 and 1.17 to 1.25 on the tiny Llama. The choice moves a bound by a quarter at
 #: most.
 DEFAULT_ATTENTION = "sdpa"
-_DEFAULT_BYTES = 2 << 30
+_DEFAULT_BYTES = 1 << 30
 #: Jittered realisations of R that every case gets.
 JITTERS = 2
 #: … and that requests get that fail with those: an ill-conditioned row's error is one draw, and a few can all be small.

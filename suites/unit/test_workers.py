@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.store import is_green, read_run
@@ -72,6 +75,30 @@ def test_a_run_on_two_workers_is_one_run(tmp_path: Path) -> None:
     assert all(len(owners) == 1 for owners in workers.values()), "an engine belongs to one worker"
     assert 'name="worst_hook"' not in (tmp_path / "junit.xml").read_text()
     assert 'name="engine"' in (tmp_path / "junit.xml").read_text()
+
+
+def test_sigterm_ends_all_workers_with_a_report(tmp_path: Path) -> None:
+    """What a CI sends that cancels a job: no process is left, and what had ended is in the report."""
+    stop = tmp_path / "stopped"
+    going = subprocess.Popen(
+        mini_suite.command(tmp_path, *mini_suite.ONE_ENGINE, *SPREAD),
+        env=mini_suite.environment(STOP=str(stop)),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    for _ in range(600):
+        if stop.exists() and stop.read_text():
+            break
+        time.sleep(0.1)
+    worker = psutil.Process(int(stop.read_text()))
+    going.terminate()
+    out, _ = going.communicate(timeout=60)
+    assert going.returncode == pytest.ExitCode.INTERRUPTED, out
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    run = read_run(mini_suite.only_run(tmp_path))
+    assert next(case for case in run.cases if "test_one" in case.id).outcome == "passed"
+    assert (run.folder / "index.html").is_file()
 
 
 def test_a_case_that_kills_its_worker_costs_itself_and_nothing_else(tmp_path: Path) -> None:

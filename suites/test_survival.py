@@ -44,7 +44,8 @@ def test_a_run_killed_under_an_engine(pytestconfig, tmp_path, number):
     environment = {n: v for n, v in os.environ.items() if not n.startswith("GITHUB_")}
     root = pytestconfig.rootpath
     process = subprocess.Popen(
-        command(tmp_path, *ENGINE),
+        # A shell has what it starts in the background ignore Ctrl-C, and that is handed down.
+        ["env", "--default-signal=INT", *command(tmp_path, *ENGINE)],
         cwd=root,
         env=environment,
         stdout=subprocess.PIPE,

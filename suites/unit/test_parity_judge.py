@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 
-from harness.parity.gates import AGGREGATE, MASSIVE, MASSIVE_REST, ROW, SLICE, Judged, judge
+from harness.parity.gates import (
+    AGGREGATE,
+    DTYPE,
+    MASSIVE,
+    MASSIVE_REST,
+    ROW,
+    SLICE,
+    Judged,
+    dtype_gate,
+    judge,
+)
 from harness.parity.measure import RowTable
 from harness.parity.types import Gate, RowRef
 
@@ -127,6 +137,13 @@ def test_which_row_needs_most_is_told_after_carrying():
     assert gates[ROW].where == RowRef(0, 0)
     _, gates = judged(table([1.0, 3.0], [[0.0, 0.0]]), floor=0.01, noise=0.1, carried=column([1.0, 4.0]))
     assert gates[ROW].where == RowRef(0, 0)
+
+
+def test_which_slice_needs_most_is_told_after_carrying():
+    t = table([3.0], [[1.0]], engine_slices=column([[0.5, 8.0]]), same_slices=column([[[0.0, 0.5]]]))
+    _, gates = judged(t, floor=0.1, carried=column([4.0]))
+    assert gates[SLICE].slice == (2, 4)
+    assert gates[SLICE].required_k == pytest.approx(4.0)
 
 
 def test_the_worst_slice_has_its_own_bound_and_its_rows_are_blamed():
@@ -328,3 +345,9 @@ def test_rows_whose_bound_is_wider_than_half_of_them_are_counted():
     t = table([0.0] * 3, [[0.0, 0.9, 0.9], [0.2, 0.0, 0.0]])  # a row's largest realisation counts
     assert judged(t, k=0.6)[0].n_vague == 2
     assert judged(table([0.0], [[0.0]], norms=column([0.0])), floor=9.0)[0].n_vague == 0
+
+
+def test_a_wrong_dtype_fails_whatever_the_values():
+    failed = dtype_gate(3.0, 0.25)
+    assert (failed.name, failed.err_engine, failed.err_reference) == (DTYPE, math.inf, 0.0)
+    assert (failed.floor, failed.bound, failed.required_k, failed.passed) == (0.25, 0.75, math.inf, False)

@@ -9,9 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.errors import CaptureError, UsageError
+from harness.errors import CaptureError
 from harness.parity import metrics
-from harness.parity.floor import floor, full_name, unit_roundoff
 
 SEEDS = st.integers(0, 2**31)
 QUICK = settings(max_examples=40, deadline=None)
@@ -48,6 +47,18 @@ def test_row_errors_and_aggregate_equal_a_loop(seed, rows, width):
     errors = metrics.row_errors(x, truth)
     assert errors.tolist() == pytest.approx(slow, rel=1e-12)
     assert metrics.aggregate(errors) == pytest.approx(math.sqrt(sum(e * e for e in slow) / rows), rel=1e-12)
+
+
+def test_rows_are_cut_by_elements_and_never_within(monkeypatch):
+    monkeypatch.setattr(metrics, "CHUNK", 6)
+
+    def cut(*shape: int) -> list[tuple[int, int]]:
+        return [(span.start, span.stop) for span in metrics.row_spans(*shape)]
+
+    assert cut(5, 3) == [(0, 2), (2, 4), (4, 5)]
+    assert cut(2, 4) == cut(2, 100) == [(0, 1), (1, 2)]
+    assert cut(7, 1) == cut(7, 0) == [(0, 6), (6, 7)]
+    assert cut(0, 3) == []
 
 
 @QUICK
@@ -199,12 +210,3 @@ def test_significand_bits_of_tf32_and_of_nothing():
 def test_shapes_are_never_broadcast():
     with pytest.raises(CaptureError, match=r"\(1, 4\) and \(3, 4\)"):
         metrics.row_errors(torch.ones(1, 4), torch.ones(3, 4))
-
-
-def test_the_floor_grows_with_the_root_of_depth():
-    assert floor("bf16", 0) == 2**-8
-    assert floor("float32", 3) == pytest.approx(2 * 2**-24)
-    assert unit_roundoff("fp16") == torch.finfo(torch.float16).eps / 2
-    assert full_name("torch.bfloat16") == "bfloat16"
-    with pytest.raises(UsageError, match="int8"):
-        floor("int8", 1)

@@ -140,7 +140,7 @@ def test_which_row_needs_most_is_told_after_carrying():
 
 
 def test_which_slice_needs_most_is_told_after_carrying():
-    t = table([3.0], [[1.0]], engine_slices=column([[0.5, 8.0]]), same_slices=column([[[0.0, 0.5]]]))
+    t = table([3.0], [[0.0]], engine_slices=column([[0.5, 8.0]]), same_slices=column([[[0.0, 0.5]]]))
     _, gates = judged(t, floor=0.1, carried=column([4.0]))
     assert gates[SLICE].slice == (2, 4)
     assert gates[SLICE].required_k == pytest.approx(4.0)

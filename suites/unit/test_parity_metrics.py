@@ -61,6 +61,27 @@ def test_rows_are_cut_by_elements_and_never_within(monkeypatch):
     assert cut(0, 3) == []
 
 
+def test_few_elements_are_widened_at_once(monkeypatch):
+    """A capture of gigabytes must not become twice as many of fp64."""
+    monkeypatch.setattr(metrics, "CHUNK", 6)
+    seen = []
+
+    def norms(a, t):
+        seen.append((a.dtype, t.dtype, len(a)))
+        return a.sum(dim=1)
+
+    metrics._by_span(norms, torch.ones(5, 3), torch.ones(5, 3))
+    assert seen == [(torch.float64, torch.float64, n) for n in (2, 2, 1)]
+
+
+def test_of_no_rows_there_are_no_figures():
+    none = torch.ones(0, 3)
+    assert metrics.row_errors(none, none).tolist() == metrics.cosines(none, none).tolist() == []
+    assert metrics.ulps(none, none, "bf16").dtype == torch.float64
+    assert [part.tolist() for part in metrics.max_abs(none, none)] == [[], []]
+    assert metrics.aggregate(metrics.row_norms(none)) == 0
+
+
 @QUICK
 @given(SEEDS)
 def test_chunks_give_what_one_piece_gives(seed):

@@ -97,9 +97,7 @@ def denominators(norms: torch.Tensor) -> torch.Tensor:
     :func:`row_errors`.
     """
     alive = norms > 0
-    if bool(alive.all()) or not bool(alive.any()):
-        return norms
-    return torch.where(alive, norms, norms[alive].median())
+    return torch.where(alive, norms, norms[alive].median()) if bool(alive.any()) else norms
 
 
 def row_errors(x: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,7 +131,7 @@ def cosines(x: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     def function(a: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(t, dim=1)
         both_zero = (a == 0).all(dim=1) & (t == 0).all(dim=1)
-        cosine = torch.nan_to_num((a * t).sum(dim=1) / norms, nan=0.0, posinf=0.0, neginf=0.0)
+        cosine = torch.nan_to_num((a * t).sum(dim=1) / norms)
         return torch.where(both_zero, 1.0, cosine.clamp(-1.0, 1.0))
 
     return _by_span(function, x, truth)

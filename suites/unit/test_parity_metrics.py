@@ -138,6 +138,15 @@ def test_a_zero_row_is_measured_against_its_neighbours():
     assert metrics.row_errors(x, truth).tolist() == pytest.approx([0.2, 0, 0, 0])
 
 
+def test_cosines_are_told_row_by_row_and_never_leave_their_range():
+    x, _ = pair(0, 300, 37)
+    assert metrics.cosines(x, x).max() <= 1
+    assert metrics.cosines(x, -x).min() >= -1
+    mixed = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    assert metrics.cosines(mixed, mixed).tolist() == pytest.approx([1, 1])
+    assert metrics.cosines(mixed, mixed.flip(1)).tolist() == pytest.approx([1, 0.96])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_infinitely_far(bad):
     x, truth = pair(0)
@@ -187,6 +196,14 @@ def test_slice_errors_find_the_slice_and_ignore_row_norms():
     assert errors.tolist() == pytest.approx([0, 0, 0.25, 0, 0, 0, 0, 0])
 
 
+def test_a_slice_that_is_zero_in_the_truth_is_measured_against_its_share_of_the_width():
+    error = torch.tensor([[0.0, 1.0, 0.0], [0.0, 3.0, 4.0]], dtype=torch.float64)
+    truth = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 3.0]], dtype=torch.float64)
+    found = metrics.slice_errors(error, truth, [(0, 1), (1, 2), (2, 7)])
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([0, math.sqrt(2 * 7), 1], rel=1e-12)
+
+
 def test_massive_channels_are_found_in_one_row_and_not_in_gaussian_ones():
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(500, 576, generator=random)
@@ -225,6 +242,7 @@ def test_significand_bits_of_tf32_and_of_nothing():
     tf32 = (rows.view(torch.int32) & ~0x1FFF).view(torch.float32)
     assert metrics.significand_bits([tf32]) == 11
     assert metrics.significand_bits([torch.zeros(2, 3)]) is None
+    assert metrics.significand_bits([rows, rows.bfloat16()]) is None
     assert metrics.significand_bits([torch.ones(2, 3, dtype=torch.int64)]) is None
 
 

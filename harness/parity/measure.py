@@ -81,9 +81,8 @@ def one_thread() -> Iterator[None]:
 
 
 def _massive(norms: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    alive = norms[norms > 0]
-    median = alive.median() if alive.numel() else torch.zeros((), dtype=norms.dtype)
-    return (norms > 0) & ((norms > MASSIVE_ROW * median) | (norms > MASSIVE_SELF * rest))
+    median = norms[norms > 0].median()  # NaN where every row is zero, which nothing exceeds
+    return (norms > MASSIVE_ROW * median) | (norms > MASSIVE_SELF * rest)
 
 
 def _scales(truth: Rows, lengths: Sequence[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,11 +22,11 @@ def side(seed: int, noise: float, truth: list[torch.Tensor]) -> list[torch.Tenso
 
 @pytest.fixture
 def case() -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Engine, truth and two realisations: row 0 has a giant channel, row 4 is zero in the truth alone."""
+    """Engine, truth and two realisations: row 0 has a giant channel, rows 1 and 4 are zero in the truth alone."""
     random = torch.Generator().manual_seed(0)
     truth = [torch.randn(n, WIDTH, generator=random, dtype=torch.float64) for n in LENGTHS]
     truth[0][0, GIANT] = -400
-    truth[2][1] = 0
+    truth[0][1] = truth[2][1] = 0
     return side(1, 1e-3, truth), truth, [side(2, 2e-3, truth), side(3, 4e-3, truth)]
 
 
@@ -92,7 +92,7 @@ def test_figures_are_what_their_names_say(case):
     }
     for name, values in expected.items():
         found = getattr(t, name)
-        found = torch.cat([found[:4], found[5:]]) if name == "ulps" else found  # an ulp of zero is no scale
+        found = found[[0, 2, 3, 5, 6]] if name == "ulps" else found  # an ulp of zero is no scale
         assert found.dtype == torch.float64
         assert torch.allclose(found, torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=0), name
     products = [sum(p * q for p, q in zip(*pair, strict=True)) for pair in zip(e, exact, strict=True)]
@@ -118,7 +118,7 @@ def test_pieces_give_what_one_piece_gives(case, monkeypatch):
 
 def test_ulps_are_those_of_the_engine_dtype(case):
     fine, coarse = (measure(*case, dtype=dtype, slices=1) for dtype in ("float32", "bfloat16"))
-    assert torch.equal(fine.ulps[:4], coarse.ulps[:4] * 2**16)
+    assert torch.equal(fine.ulps[2:4], coarse.ulps[2:4] * 2**16)
 
 
 def of(*truth: list[float], engine=None) -> RowTable:

@@ -132,7 +132,7 @@ class TestFigures:
     def test_every_figure_against_its_definition(self):
         truth = [normal(3, 7), normal(4, 7, seed=1)]
         engine = [t + 0.8 * normal(*t.shape, seed=2 + i) for i, t in enumerate(truth)]
-        engine[1][2] = -truth[1][2]
+        engine[1][3] = -truth[1][3]
         sames = [
             [t + size * normal(*t.shape, seed=4 + i) for i, t in enumerate(truth)] for size in (0.2, 0.1)
         ]

@@ -13,6 +13,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from harness.errors import CaptureError
@@ -233,16 +234,7 @@ def significand_bits(rows: Sequence[torch.Tensor]) -> int | None:
         for span in row_spans(*tensor.shape):
             part = tensor[span]
             part = torch.where(torch.isfinite(part), part, torch.zeros_like(part)).contiguous()
-            bits |= _or_all(part.view(_INT_OF[dtype]).flatten())
+            bits |= int(np.bitwise_or.reduce(part.view(_INT_OF[dtype]).flatten().numpy()))
     stored = SIGNIFICAND_BITS[full_name(str(dtype))] - 1
     fraction = bits & ((1 << stored) - 1)
     return stored + 1 - ((fraction & -fraction).bit_length() - 1) if fraction else None
-
-
-def _or_all(integers: torch.Tensor) -> int:
-    """Bitwise or of all elements, by halving: torch has no such reduction."""
-    while integers.numel() > 1:
-        half = integers.numel() // 2
-        joined = integers[:half] | integers[half : 2 * half]
-        integers = torch.cat([joined, integers[2 * half :]]) if integers.numel() % 2 else joined
-    return int(integers[0]) if integers.numel() else 0

@@ -157,6 +157,8 @@ def test_rows_of_one_value_are_told_from_rows_of_zeros():
     t = of(*truth, engine=[[0, 0], [7, 7], [0, 1], [7, 7], [0, 0]])
     assert t.zero.tolist() == [True, False, False, False, False]
     assert t.constant.tolist() == [False, True, False, False, False]
+    narrow = of([3], engine=[[0]])  # of one channel, every row is one value
+    assert not bool((narrow.zero | narrow.constant).any())
 
 
 def test_a_row_that_is_zero_everywhere_has_no_error_and_says_nothing():

@@ -243,6 +243,9 @@ def test_significand_bits_of_tf32_and_of_nothing():
     assert metrics.significand_bits([tf32]) == 11
     assert metrics.significand_bits([torch.zeros(2, 3)]) is None
     assert metrics.significand_bits([rows, rows.bfloat16()]) is None
+    assert metrics.significand_bits([torch.tensor([[1.0, 2.0, 0.5, -8.0]])]) is None
+    assert metrics.significand_bits([rows, torch.ones(2, 3), torch.ones(0, 3)]) == 24
+    assert metrics.significand_bits([torch.tensor([[1.5, math.nan, math.inf]])]) == 2
     assert metrics.significand_bits([torch.ones(2, 3, dtype=torch.int64)]) is None
 
 

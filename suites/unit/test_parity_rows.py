@@ -58,6 +58,8 @@ def test_short_requests_share_a_piece_and_long_ones_are_cut(monkeypatch):
         [(3, slice(0, 4))],
         [(3, slice(4, 5)), (5, slice(0, 1))],
     ]
+    shared = [[request for request, _ in piece] for piece in rows.spans((4, 2, 2, 2, 2, 2), 2)]
+    assert shared == [[0], [1, 2], [3, 4], [5]]
     assert list(rows.spans((), 2)) == []
     assert list(rows.spans((9, 1), 100)) == [[(i // 9, slice(i % 9, i % 9 + 1))] for i in range(10)]
 

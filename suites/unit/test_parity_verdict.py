@@ -68,10 +68,17 @@ def test_k_the_slices_and_the_hooks_are_the_callers():
     assert [hook.hook for hook in found.hooks] == [MLP, BLOCK]
     assert found.failed_requests == (0, 1)
     assert found.hooks[0].gates[2].slice in {(0, 2), (2, 4)}
-    wide = {MLP: [torch.ones(1, 16) + 0.1 * torch.eye(16)[:1]]}
-    spans = {s: judge(wide, wide, wide, slices=s).hooks[0].gates[2].slice for s in (4, 8)}
-    assert spans == {4: (0, 4), 8: (0, 2)}
-    assert judge(wide, wide, wide).hooks[0].gates[2].slice == (0, 2)
+    wide = {MLP: [torch.ones(1, 72) + 0.1 * torch.eye(72)[:1]]}
+    spans = {number: judge(wide, wide, wide, slices=number).hooks[0].gates[2].slice for number in (4, 8)}
+    assert spans == {4: (0, 18), 8: (0, 9)}
+    assert judge(wide, wide, wide).hooks[0].gates[2].slice == (0, 9)
+
+
+def test_what_comes_after_the_last_block_carries_all_of_them():
+    final = {"ln_final.hook_normalized": rows(*TRUTH, dtype=torch.float32)}
+    (hook,) = judge(final, n_layers=15).hooks
+    assert hook.depth == 15
+    assert hook.floor == pytest.approx(4 * 2**-24)
 
 
 def test_noise_counts_at_its_own_hook():
@@ -137,8 +144,8 @@ def test_realisations_may_be_several_or_one():
 
 
 def test_who_explains_is_told_everything(monkeypatch):
-    told = []
-    monkeypatch.setattr(module, "diverge", lambda *given: told.append(given))
+    told, answer = [], object()
+    monkeypatch.setattr(module, "diverge", lambda *given: told.append(given) or answer)
     engine, truth = side(1.0), side(1.0, dtype=torch.float64)
     engine[BLOCK][1] = engine[BLOCK][1] * 2
     weight, edits = torch.ones(4), [("an edit", torch.ones(4))]
@@ -147,6 +154,7 @@ def test_who_explains_is_told_everything(monkeypatch):
         engine, truth, prompt_lengths=[1, 1], step=64, earlier=earlier, final_norm_weight=weight, edits=edits,
         unedited=truth,
     )  # fmt: skip
+    assert found.divergence is answer
     assert judge(side(1.0)).passed
     ((given_engine, given_truth, failure, clues),) = told
     assert given_engine is engine

@@ -62,7 +62,7 @@ def test_figures_are_what_their_names_say(case):
 
     def rest(x):
         cut = [[without(row, i) for i, row in enumerate(values)] for values in (x, exact)]
-        return errors(*cut)
+        return [errors(*cut)[0], *errors(x, exact)[1:]]
 
     def energies(x, truth):
         differences = [[p - q for p, q in zip(a, b, strict=True)] for a, b in zip(x, truth, strict=True)]

@@ -39,6 +39,7 @@ def test_the_record_of_a_hook():
     found = judge(engine)
     assert (found.passed, found.k, found.dtype) == (True, 3.0, "float32")
     assert (found.divergence, found.failed_requests) == (None, ())
+    assert found.to_json()["hooks"][1]["worst"] == {"request": 0, "position": 1}
     assert [(h.hook, h.depth) for h in found.hooks] == [(EMBED, 0), (MLP, 1), (BLOCK, 1)]
     hook = found.hooks[1]
     assert (hook.passed, hook.n_rows, hook.n_massive) == (True, 3, 0)

@@ -135,6 +135,7 @@ def test_a_row_is_massive_beside_the_others_or_beside_the_rest_of_itself():
         *[False] * 5,
         True,
     ]
+    assert of([1e-3, 1e-3, 1e-3, 21e-3]).massive.tolist() == [True]
     assert of([1, 1, 1, 21]).massive.tolist() == [True]  # alone, and hidden are channels of a twelfth
     assert of([1, 1, 1, 19]).massive.tolist() == [False]  # no channel of it is massive
     assert of(*[[1.0] * 63 + [41.0]], engine=[[1.0] * 64]).massive.tolist() == [True]

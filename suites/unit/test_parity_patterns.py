@@ -46,6 +46,8 @@ def test_prompt_and_decode_rows():
 def test_chunks_of_a_step():
     last, later = "the rows of each prompt's last chunk", "all rows but the first chunk's (from 4 on)"
     assert said((5, 9), (0, 4), (1, 8), step=4) == last
+    ends = [*of(0, 4, 5, 6), *of(1, 8, 9)]
+    assert said((7, 10), *ends, step=4) == said((9, 12), *ends, step=4, prompt_lengths=(7, 10)) == last
     assert (
         said((5, 9), *of(0, *range(4)), *of(1, *range(4)), step=4) == "the rows of the first chunk (up to 3)"
     )
@@ -61,7 +63,6 @@ def test_chunks_of_a_step():
         ((1, 4, 7), None, "every row with position % 3 == 1"),
         ((0, 3, 6, 9), 3, "every row with position % 3 == 0, once per step"),
         ((0, 2, 4, 6, 8), 3, "every row with position % 2 == 0"),
-        ((1, 5), None, "2 of 10 rows"),
         ((0, 1, 2, 5), None, "4 of 10 rows"),
         ((2, 3), None, "rows 2 to 3"),
         ((6, 7, 8, 9), None, "rows from 6 on"),
@@ -70,6 +71,10 @@ def test_chunks_of_a_step():
 )
 def test_patterns_of_position(positions, step, text):
     assert said((10,), *of(0, *positions), step=step) == text
+
+
+def test_two_rows_make_no_series():
+    assert said((8,), *of(0, 1, 5)) == "2 of 8 rows"
 
 
 def test_one_position_of_every_request():
@@ -85,6 +90,7 @@ def test_channels_hold_nearly_all_of_the_error():
         )
 
     assert where(0, 0, 1, 0) == "only channel 2"
+    assert where(1, 0) == "only channel 0"
     assert where(0, 1, 1, 0) == where(0, 1, 1, 0, scale=1e-3) == "only channels 1 to 2"
     assert where(1, 1, 1, 0) == ""
     assert where(4, 0, 996, 0, 0, 0) == "only channel 2"  # less than half a percent lies before

@@ -11,7 +11,7 @@ import os
 pytest_plugins = ["harness.pytest_plugin"]
 
 try:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 except ImportError:  # only the unit tests use it, and only the extra `dev` brings it
     pass
 else:
@@ -25,6 +25,7 @@ else:
         derandomize=True,
         database=None,
         max_examples=20,
+        phases=[Phase.explicit, Phase.generate],  # no shrinking: that a test fails is enough
         suppress_health_check=list(HealthCheck),
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))

@@ -232,7 +232,7 @@ def _run(
     if testing:
         environment |= {name: os.environ.get(name, value) for name, value in TEST_ENV.items()}
     environment |= variables or {}
-    session.run(_python(location), "-m", *command, env=environment)
+    session.run(_python(location), "-m", *command, env=environment, external=True)
 
 
 def _workers(session: nox.Session) -> list[str]:

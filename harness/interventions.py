@@ -274,7 +274,7 @@ class _Reader:
             msg = f"hook {hook!r}, key {needed!r}: {op!r} needs it"
             raise UsageError(msg)
         bias = torch.zeros((), dtype=torch.float32, device="cpu")
-        scale = {"suppress": 0.0, "add": 1.0, "set": 0.0}.get(op, 1.0)
+        scale = 0.0 if op in {"suppress", "set"} else 1.0
         if needed == "factor":
             scale = float(self._numbers(hook, "factor", spec["factor"], 1))
         elif needed == "value":

@@ -122,7 +122,7 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
         CaptureError: a position in ``[0, n_rows)`` that no segment covers.
     """
     segments = list(segments)
-    if n_rows > 0 and (in_a_row := _consecutive(segments, n_rows)):
+    if in_a_row := _consecutive(segments, n_rows):
         return in_a_row[0] if len(in_a_row) == 1 else torch.cat(in_a_row)
     joined: torch.Tensor | None = None
     seen = torch.zeros(n_rows, dtype=torch.bool)

@@ -99,7 +99,7 @@ def _trusted(errors: torch.Tensor) -> torch.Tensor:
 
 def _pooled(same: torch.Tensor, rows: torch.Tensor) -> float:
     """Aggregate over ``rows`` of the worst realisation."""
-    return max((aggregate(one[rows]) for one in same), default=0.0)
+    return max(aggregate(one[rows]) for one in same)
 
 
 def _slice_gate(rule: _Rule, rows: torch.Tensor, pooled: float) -> tuple[Gate, torch.Tensor]:
@@ -116,7 +116,8 @@ def _slice_gate(rule: _Rule, rows: torch.Tensor, pooled: float) -> tuple[Gate, t
     gate = rule.gate(SLICE, float(engine[worst]), float(base[worst]), carried)
     share = truth[:, worst].mean()
     energy = table.engine_slices[:, worst]
-    exceeding = rows & ((energy / share).sqrt() > gate.bound) if float(share) > 0 else rows & (energy > 0)
+    # In a slice that is zero in the truth any energy is infinitely much, and none is NaN, which exceeds nothing.
+    exceeding = rows & ((energy / share).sqrt() > gate.bound)
     return Gate(**{**vars(gate), "slice": table.spans[worst]}), exceeding
 
 

@@ -81,9 +81,8 @@ def one_thread() -> Iterator[None]:
 
 
 def _massive(norms: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    alive = norms[norms > 0]
-    median = alive.median() if alive.numel() else torch.zeros((), dtype=norms.dtype)
-    return (norms > 0) & ((norms > MASSIVE_ROW * median) | (norms > MASSIVE_SELF * rest))
+    median = norms[norms > 0].median()  # NaN where every row is zero, which nothing exceeds
+    return (norms > MASSIVE_ROW * median) | (norms > MASSIVE_SELF * rest)
 
 
 def _scales(truth: Rows, lengths: Sequence[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,14 +100,15 @@ def _errors_of(
     t: torch.Tensor,
     hidden: torch.Tensor,
     scale: torch.Tensor,
-    rest: torch.Tensor,
     cut: Sequence[tuple[int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row errors, row errors without massive channels, and slice energies over the squared norm, of one span."""
     errors = metrics.row_errors(x, t, scale)
     others = errors
     if bool(hidden.any()):
-        others = metrics.row_errors(x.masked_fill(hidden, 0.0), t.masked_fill(hidden, 0.0), rest)
+        without = metrics.row_errors(x.masked_fill(hidden, 0.0), t.masked_fill(hidden, 0.0))
+        # Only where something is hidden, so that no row's figure depends on the rows it shares a span with.
+        others = torch.where(hidden.any(dim=1), without, errors)
     energies = metrics.slice_energies(x, t, cut)
     energies = torch.where(energies == 0, 0.0, energies / scale.square().unsqueeze(1))
     return errors, others, energies
@@ -127,7 +127,7 @@ def measure(engine: Rows, truth: Rows, same: Sequence[Rows], *, dtype: str, slic
     lengths, width = lengths_of(truth), int(truth[0].shape[1])
     cut = metrics.slice_spans(width, slices)
     norms, rest_norms = _scales(truth, lengths, width)
-    scale, rest_scale = metrics.denominators(norms), metrics.denominators(rest_norms)
+    scale = metrics.denominators(norms)
     columns: list[list[torch.Tensor]] = []
     at = 0
     for group in spans(lengths, width):
@@ -135,8 +135,8 @@ def measure(engine: Rows, truth: Rows, same: Sequence[Rows], *, dtype: str, slic
         here = slice(at, at + t.shape[0])
         at = here.stop
         hidden = metrics.massive_channels(t)
-        of_engine = _errors_of(e, t, hidden, scale[here], rest_scale[here], cut)
-        of_same = [_errors_of(gather(r, group), t, hidden, scale[here], rest_scale[here], cut) for r in same]
+        of_engine = _errors_of(e, t, hidden, scale[here], cut)
+        of_same = [_errors_of(gather(r, group), t, hidden, scale[here], cut) for r in same]
         share = metrics.slice_energies(t, None, cut) / scale[here].square().unsqueeze(1)
         flat = (e == e[:, :1]).all(dim=1) & ~(t == t[:, :1]).all(dim=1)
         zero = flat & (e[:, 0] == 0)

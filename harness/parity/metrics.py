@@ -13,6 +13,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from harness.errors import CaptureError
@@ -97,9 +98,7 @@ def denominators(norms: torch.Tensor) -> torch.Tensor:
     :func:`row_errors`.
     """
     alive = norms > 0
-    if bool(alive.all()) or not bool(alive.any()):
-        return norms
-    return torch.where(alive, norms, norms[alive].median())
+    return torch.where(alive, norms, norms[alive].median()) if bool(alive.any()) else norms
 
 
 def row_errors(x: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,7 +132,7 @@ def cosines(x: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     def function(a: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(t, dim=1)
         both_zero = (a == 0).all(dim=1) & (t == 0).all(dim=1)
-        cosine = torch.nan_to_num((a * t).sum(dim=1) / norms, nan=0.0, posinf=0.0, neginf=0.0)
+        cosine = torch.nan_to_num((a * t).sum(dim=1) / norms)
         return torch.where(both_zero, 1.0, cosine.clamp(-1.0, 1.0))
 
     return _by_span(function, x, truth)
@@ -235,16 +234,7 @@ def significand_bits(rows: Sequence[torch.Tensor]) -> int | None:
         for span in row_spans(*tensor.shape):
             part = tensor[span]
             part = torch.where(torch.isfinite(part), part, torch.zeros_like(part)).contiguous()
-            bits |= _or_all(part.view(_INT_OF[dtype]).flatten())
+            bits |= int(np.bitwise_or.reduce(part.view(_INT_OF[dtype]).flatten().numpy()))
     stored = SIGNIFICAND_BITS[full_name(str(dtype))] - 1
     fraction = bits & ((1 << stored) - 1)
     return stored + 1 - ((fraction & -fraction).bit_length() - 1) if fraction else None
-
-
-def _or_all(integers: torch.Tensor) -> int:
-    """Bitwise or of all elements, by halving: torch has no such reduction."""
-    while integers.numel() > 1:
-        half = integers.numel() // 2
-        joined = integers[:half] | integers[half : 2 * half]
-        integers = torch.cat([joined, integers[2 * half :]]) if integers.numel() % 2 else joined
-    return int(integers[0]) if integers.numel() else 0

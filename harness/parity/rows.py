@@ -61,11 +61,12 @@ def lengths_of(rows: Rows) -> tuple[int, ...]:
 
 def ref_of(index: int, lengths: Sequence[int]) -> RowRef:
     """The request and position of the ``index``-th row of all."""
+    position = index
     for request, length in enumerate(lengths):
-        if index < length:
-            return RowRef(request, index)
-        index -= length
-    msg = f"row {index} past the end"
+        if position < length:
+            return RowRef(request, position)
+        position -= length
+    msg = f"row {index} past the end: there are {sum(lengths)}"
     raise IndexError(msg)
 
 

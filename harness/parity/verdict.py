@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,21 +21,25 @@ from harness.parity.types import CaseVerdict, HookVerdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from harness.parity.rows import Rows
+
 __all__ = ["compare", "reference_noise"]
 
 
-@one_thread()
 def reference_noise(truth: Captures, same: Captures) -> dict[str, float]:
-    """R's aggregate error at each hook: the root mean square of its rows' relative errors, massive rows left out."""
+    """R's aggregate error at each hook: the root mean square of its rows' relative errors, massive rows left out.
+
+    0 where no other row says anything.
+    """
     noise = {}
-    for name in truth:
-        table = measure(same[name], truth[name], [same[name]], dtype="float32", slices=1)
-        rows = table.informative & ~table.massive
-        noise[name] = aggregate(table.engine[rows]) if bool(rows.any()) else 0.0
+    with one_thread():
+        for name in truth:
+            table = measure(same[name], truth[name], [same[name]], dtype="float32", slices=1)
+            rows = table.informative & ~table.massive
+            noise[name] = aggregate(table.engine[rows])
     return noise
 
 
-@one_thread()
 def compare(
     engine: Captures,
     truth: Captures,
@@ -92,40 +96,79 @@ def compare(
     """
     dtype = full_name(dtype)
     sames = [same] if isinstance(same, Mapping) else list(same)
-    names = check(engine, truth, sames, hooks)
-    tables: dict[str, RowTable] = {}
-    verdicts: list[HookVerdict] = []
-    failing: dict[str, torch.Tensor] = {}
-    vague: dict[str, int] = {}
-    for name in names:
-        tables[name] = measure(
-            engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices
-        )
-    factors = carried({name: table.norms for name, table in tables.items()}, kept)
-    for name, table in tables.items():
-        depth = depth_of(name, n_layers)
-        floor = noise_floor(dtype, depth)
-        judged = judge(table, k=k, floor=floor, noise=(noise or {}).get(name, 0.0), carried=factors[name])
-        if check_dtype and any(str(tensor.dtype) != f"torch.{dtype}" for tensor in engine[name]):
-            judged = replace(judged, gates=(*judged.gates, dtype_gate(k, floor)))
-        failing[name] = judged.failing
-        vague[name] = judged.n_vague
-        verdicts.append(_hook_verdict(name, depth, table, judged))
-    grown = amplification([verdict.err_engine for verdict in verdicts])
-    verdicts = [replace(v, amplification=ratio) for v, ratio in zip(verdicts, grown, strict=True)]
-    first = next((i for i, verdict in enumerate(verdicts) if not verdict.passed), None)
-    divergence = None
-    if first is not None and explain:
-        clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits, unedited)
-        failure = Failure(tuple(verdicts), first, failing[names[first]], tables[names[first]].lengths, dtype)
-        divergence = diverge(engine, truth, failure, clues)
-    wrong_dtype = [verdict.hook for verdict in verdicts if _has_dtype_gate(verdict)]
-    notes = case_notes(engine, sames, tables, dtype, wrong_dtype=wrong_dtype, vague=vague)
-    blamed = torch.stack([failing[name] for name in names if tables[name].engine.numel()]).any(dim=0)
-    failed = {ref_of(row, tables[names[0]].lengths).request for row in blamed.nonzero().flatten().tolist()}
+    with one_thread():
+        names = check(engine, truth, sames, hooks)
+        tables = {
+            name: measure(engine[name], truth[name], [one[name] for one in sames], dtype=dtype, slices=slices)
+            for name in names
+        }
+        rule = _Rule(dtype, n_layers, k, noise or {}, kept)
+        judged = _judge_all(rule, tables)
+        if check_dtype:
+            judged = {name: _judge_dtype(rule, name, one, engine[name]) for name, one in judged.items()}
+        verdicts = _hook_verdicts(tables, judged, n_layers)
+        first = next((i for i, verdict in enumerate(verdicts) if not verdict.passed), None)
+        divergence = None
+        if first is not None and explain:
+            blamed, lengths = judged[names[first]].failing, tables[names[first]].lengths
+            failure = Failure(tuple(verdicts), first, blamed, lengths, dtype)
+            clues = Clues(prompt_lengths, step, earlier, final_norm_weight, edits, unedited)
+            divergence = diverge(engine, truth, failure, clues)
+        wrong_dtype = [verdict.hook for verdict in verdicts if _has_dtype_gate(verdict)]
+        vague = {name: one.n_vague for name, one in judged.items()}
+        notes = case_notes(engine, sames, tables, dtype, wrong_dtype=wrong_dtype, vague=vague)
     return CaseVerdict(
-        all(v.passed for v in verdicts), k, dtype, tuple(verdicts), divergence, notes, tuple(sorted(failed))
+        first is None, k, dtype, tuple(verdicts), divergence, notes, _failed_requests(tables, judged)
     )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What every hook of a case is judged with."""
+
+    dtype: str
+    n_layers: int
+    k: float
+    noise: Mapping[str, float]
+    kept: Mapping[str, torch.Tensor] | None
+
+    def floor(self, hook: str) -> float:
+        return noise_floor(self.dtype, depth_of(hook, self.n_layers))
+
+
+def _judge_all(rule: _Rule, tables: Mapping[str, RowTable]) -> dict[str, Judged]:
+    """Apply the rule to hooks in forward order: what a row carries comes from the hooks before."""
+    factors = carried({name: table.norms for name, table in tables.items()}, rule.kept)
+    return {
+        name: judge(
+            table, k=rule.k, floor=rule.floor(name), noise=rule.noise.get(name, 0.0), carried=factors[name]
+        )
+        for name, table in tables.items()
+    }
+
+
+def _judge_dtype(rule: _Rule, hook: str, judged: Judged, rows: Rows) -> Judged:
+    """Add the gate that fails, whatever the values, where a request was captured at another dtype."""
+    if all(str(tensor.dtype) == f"torch.{rule.dtype}" for tensor in rows):
+        return judged
+    return replace(judged, gates=(*judged.gates, dtype_gate(rule.k, rule.floor(hook))))
+
+
+def _hook_verdicts(
+    tables: Mapping[str, RowTable], judged: Mapping[str, Judged], n_layers: int
+) -> list[HookVerdict]:
+    verdicts = [
+        _hook_verdict(name, depth_of(name, n_layers), tables[name], one) for name, one in judged.items()
+    ]
+    grown = amplification([verdict.err_engine for verdict in verdicts])
+    return [replace(v, amplification=ratio) for v, ratio in zip(verdicts, grown, strict=True)]
+
+
+def _failed_requests(tables: Mapping[str, RowTable], judged: Mapping[str, Judged]) -> tuple[int, ...]:
+    """Requests of the rows that any hook's gates blame; every hook has the same rows."""
+    blamed = torch.stack([one.failing for one in judged.values()]).any(dim=0)
+    lengths = next(iter(tables.values())).lengths
+    return tuple(sorted({ref_of(row, lengths).request for row in blamed.nonzero().flatten().tolist()}))
 
 
 def _has_dtype_gate(verdict: HookVerdict) -> bool:

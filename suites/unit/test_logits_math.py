@@ -129,6 +129,57 @@ class TestFigures:
         broken = [torch.tensor([[3.0, math.nan, 0.0], [1.0, 1.001, 0.0]])]
         assert logit_figures(broken, self.truth, self.noise, k=3.0).max_kl == math.inf
 
+    def test_every_figure_against_its_definition(self):
+        truth = [normal(3, 7), normal(4, 7, seed=1)]
+        engine = [t + 0.8 * normal(*t.shape, seed=2 + i) for i, t in enumerate(truth)]
+        engine[1][3] = -truth[1][3]
+        sames = [
+            [t + size * normal(*t.shape, seed=4 + i) for i, t in enumerate(truth)] for size in (0.2, 0.1)
+        ]
+        sames[1][1][3] = (
+            truth[1][3] + 0.9
+        )  # the largest error of that row is the second realisation's, at every token
+        figures = logit_figures(engine, truth, sames, k=1.5)
+        rows = [(q, row) for q, t in enumerate(truth) for row in range(len(t))]
+
+        def divergence(x):
+            p, q = (torch.softmax(v.double(), 0).tolist() for v in x)
+            return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+        def five(x):
+            return set(sorted(range(7), key=lambda token: -x[token])[:5])
+
+        pairs = [(truth[q][row].tolist(), engine[q][row].tolist()) for q, row in rows]
+        best = [(t.index(max(t)), e.index(max(e))) for t, e in pairs]
+        assert figures.rows == 7
+        assert figures.max_kl == pytest.approx(max(divergence((truth[q][r], engine[q][r])) for q, r in rows))
+        assert figures.max_kl_reference == pytest.approx(
+            max(divergence((truth[q][r], one[q][r])) for q, r in rows for one in sames)
+        )
+        assert figures.top1 == pytest.approx(sum(t == e for t, e in best) / 7)
+        assert figures.top5 == pytest.approx(sum(len(five(t) & five(e)) / 5 for t, e in pairs) / 7)
+        flipped = [i for i, (t, e) in enumerate(best) if t != e]
+        assert {rows[i][0] for i in flipped} == {0, 1}
+        assert [(flip.where.request, flip.where.position) for flip in figures.flips] == [
+            rows[i] for i in flipped
+        ]
+        for flip, i in zip(figures.flips, flipped, strict=True):
+            (q, row), (a, b) = rows[i], best[i]
+            noise = max(float((one[q][row].double() - truth[q][row].double()).abs().max()) for one in sames)
+            assert (flip.truth, flip.engine) == (a, b)
+            assert flip.margin == pytest.approx(float(truth[q][row, a].double() - truth[q][row, b].double()))
+            assert flip.allowed == pytest.approx(2 * 1.5 * noise)
+        assert figures.to_json()["flips"] == len(flipped)
+        assert figures.to_json()["top1"] == figures.top1
+
+    def test_rounding_makes_no_divergence_negative(self):
+        rows = [normal(40, 9)]
+        close = [rows[0] + 1e-7]
+        figures = logit_figures(close, rows, [close], k=3.0)
+        assert 0 <= figures.max_kl < 1e-12
+        with pytest.raises(ValueError, match="zip"):
+            logit_figures([*close, *close], rows, [close], k=3.0)
+
 
 def test_logits_are_fp32_whatever_the_default_dtype():
     before = torch.get_default_dtype()

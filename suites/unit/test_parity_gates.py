@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from harness.errors import CaptureError, UsageError
-from harness.parity import gates
 from harness.parity.metrics import row_errors
 from harness.parity.synthetic import Stream, stream
 from harness.parity.verdict import compare
@@ -359,9 +358,3 @@ def test_nothing_to_compare_is_no_pass():
         judge(replace(c, same=[]))
     with pytest.raises(UsageError, match="int8"):
         judge(replace(c, dtype="int8"))
-
-
-def test_a_wrong_dtype_fails_whatever_the_values():
-    failed = gates.dtype_gate(3.0, 0.25)
-    assert (failed.name, failed.err_engine, failed.err_reference) == (gates.DTYPE, math.inf, 0.0)
-    assert (failed.floor, failed.bound, failed.required_k, failed.passed) == (0.25, 0.75, math.inf, False)

@@ -9,9 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.errors import CaptureError, UsageError
+from harness.errors import CaptureError
 from harness.parity import metrics
-from harness.parity.floor import floor, full_name, unit_roundoff
 
 SEEDS = st.integers(0, 2**31)
 QUICK = settings(max_examples=40, deadline=None)
@@ -48,6 +47,39 @@ def test_row_errors_and_aggregate_equal_a_loop(seed, rows, width):
     errors = metrics.row_errors(x, truth)
     assert errors.tolist() == pytest.approx(slow, rel=1e-12)
     assert metrics.aggregate(errors) == pytest.approx(math.sqrt(sum(e * e for e in slow) / rows), rel=1e-12)
+
+
+def test_rows_are_cut_by_elements_and_never_within(monkeypatch):
+    monkeypatch.setattr(metrics, "CHUNK", 6)
+
+    def cut(*shape: int) -> list[tuple[int, int]]:
+        return [(span.start, span.stop) for span in metrics.row_spans(*shape)]
+
+    assert cut(5, 3) == [(0, 2), (2, 4), (4, 5)]
+    assert cut(2, 4) == cut(2, 100) == [(0, 1), (1, 2)]
+    assert cut(7, 1) == cut(7, 0) == [(0, 6), (6, 7)]
+    assert cut(0, 3) == []
+
+
+def test_few_elements_are_widened_at_once(monkeypatch):
+    """A capture of gigabytes must not become twice as many of fp64."""
+    monkeypatch.setattr(metrics, "CHUNK", 6)
+    seen = []
+
+    def norms(a, t):
+        seen.append((a.dtype, t.dtype, len(a)))
+        return a.sum(dim=1)
+
+    metrics._by_span(norms, torch.ones(5, 3), torch.ones(5, 3))
+    assert seen == [(torch.float64, torch.float64, n) for n in (2, 2, 1)]
+
+
+def test_of_no_rows_there_are_no_figures():
+    none = torch.ones(0, 3)
+    assert metrics.row_errors(none, none).tolist() == metrics.cosines(none, none).tolist() == []
+    assert metrics.ulps(none, none, "bf16").dtype == torch.float64
+    assert [part.tolist() for part in metrics.max_abs(none, none)] == [[], []]
+    assert metrics.aggregate(metrics.row_norms(none)) == 0
 
 
 @QUICK
@@ -106,6 +138,15 @@ def test_a_zero_row_is_measured_against_its_neighbours():
     assert metrics.row_errors(x, truth).tolist() == pytest.approx([0.2, 0, 0, 0])
 
 
+def test_cosines_are_told_row_by_row_and_never_leave_their_range():
+    x, _ = pair(0, 300, 37)
+    assert metrics.cosines(x, x).max() <= 1
+    assert metrics.cosines(x, -x).min() >= -1
+    mixed = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    assert metrics.cosines(mixed, mixed).tolist() == pytest.approx([1, 1])
+    assert metrics.cosines(mixed, mixed.flip(1)).tolist() == pytest.approx([1, 0.96])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_infinitely_far(bad):
     x, truth = pair(0)
@@ -155,6 +196,14 @@ def test_slice_errors_find_the_slice_and_ignore_row_norms():
     assert errors.tolist() == pytest.approx([0, 0, 0.25, 0, 0, 0, 0, 0])
 
 
+def test_a_slice_that_is_zero_in_the_truth_is_measured_against_its_share_of_the_width():
+    error = torch.tensor([[0.0, 1.0, 0.0], [0.0, 3.0, 4.0]], dtype=torch.float64)
+    truth = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 3.0]], dtype=torch.float64)
+    found = metrics.slice_errors(error, truth, [(0, 1), (1, 2), (2, 7)])
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([0, math.sqrt(2 * 7), 1], rel=1e-12)
+
+
 def test_massive_channels_are_found_in_one_row_and_not_in_gaussian_ones():
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(500, 576, generator=random)
@@ -193,18 +242,13 @@ def test_significand_bits_of_tf32_and_of_nothing():
     tf32 = (rows.view(torch.int32) & ~0x1FFF).view(torch.float32)
     assert metrics.significand_bits([tf32]) == 11
     assert metrics.significand_bits([torch.zeros(2, 3)]) is None
+    assert metrics.significand_bits([rows, rows.bfloat16()]) is None
+    assert metrics.significand_bits([torch.tensor([[1.0, 2.0, 0.5, -8.0]])]) is None
+    assert metrics.significand_bits([rows, torch.ones(2, 3), torch.ones(0, 3)]) == 24
+    assert metrics.significand_bits([torch.tensor([[1.5, math.nan, math.inf]])]) == 2
     assert metrics.significand_bits([torch.ones(2, 3, dtype=torch.int64)]) is None
 
 
 def test_shapes_are_never_broadcast():
     with pytest.raises(CaptureError, match=r"\(1, 4\) and \(3, 4\)"):
         metrics.row_errors(torch.ones(1, 4), torch.ones(3, 4))
-
-
-def test_the_floor_grows_with_the_root_of_depth():
-    assert floor("bf16", 0) == 2**-8
-    assert floor("float32", 3) == pytest.approx(2 * 2**-24)
-    assert unit_roundoff("fp16") == torch.finfo(torch.float16).eps / 2
-    assert full_name("torch.bfloat16") == "bfloat16"
-    with pytest.raises(UsageError, match="int8"):
-        floor("int8", 1)

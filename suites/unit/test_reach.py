@@ -52,6 +52,15 @@ def test_a_query_meets_every_key_and_a_key_later_queries():
         assert tuple(found[f"blocks.0.attn.{one}"] for one in ends) == rows
 
 
+def test_what_attention_reads_is_read_by_all_of_it():
+    found = rows_of(edit("blocks.1.attn.hook_in", 2))
+    assert {name: rows for name, rows in found.items() if rows and name.startswith("blocks.1.attn.")} == {
+        **{f"blocks.1.attn.hook_{end}": [2] for end in ("in", "q", "k", "v", "rot_q", "rot_k")},
+        **{f"blocks.1.attn.hook_{end}": [2, 3, 4] for end in ("z", "out")},
+    }
+    assert not found["blocks.1.hook_in"]
+
+
 def test_the_input_of_the_mlp_leaves_attention_alone():
     found = rows_of(edit("blocks.0.mlp.hook_in", 2))
     assert found["blocks.0.attn.hook_out"] == []

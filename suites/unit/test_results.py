@@ -153,6 +153,28 @@ def test_a_segment_that_is_all_of_it_is_not_copied():
         join_segments([Segment(1, whole)], 5, what="x")
 
 
+def test_rows_past_the_end_are_cut_where_steps_follow_one_another():
+    """What an asynchronous scheduler computed beyond the stop changes nothing, and costs no copy."""
+    whole = rows(9)
+    joined = join_segments([Segment(0, whole[:4]), Segment(4, whole[4:])], 7, what="x")
+    assert torch.equal(joined, whole[:7])
+    surplus = join_segments([Segment(0, whole[:5]), Segment(5, whole[5:])], 5, what="x")
+    assert torch.equal(surplus, whole[:5])
+    assert surplus.data_ptr() == whole.data_ptr()
+
+
+def test_a_single_row_is_not_copied_and_no_row_is_none():
+    one = rows(1)
+    assert join_segments([Segment(0, one)], 1, what="x").data_ptr() == one.data_ptr()
+    assert join_segments([Segment(0, one)], 0, what="x").shape == (0, 3)
+
+
+def test_logits_nobody_asked_for_are_told_so():
+    with pytest.raises(CaptureError) as caught:
+        ForwardResult({}, [1], [[0]]).logit_rows(0)
+    assert str(caught.value) == "this forward was run without logits; ask for them with return_logits=True"
+
+
 def test_a_later_segment_past_the_end_is_cut():
     """Read before the one it follows, so that its rows are looked at one by one."""
     whole = rows(9)

@@ -20,9 +20,10 @@ MIB = 2**20
 CALLS = 2000
 #: Between repeats of the first call.
 ROUND = 100
-#: What the process may grow by, however many calls: allocators keep a little of what they were given, two pages a call
-#: would be twice this in 2,000.
-GROWTH = 8 * MIB
+#: Calls in which allocators settle: 2,000 calls were seen to grow by 16.4, 0.5, 0.2 and 0.2 MiB in each five hundred.
+SETTLING = 500
+#: What the process may grow by after that, however many calls: one page a call would be 6 MiB in 1,500.
+GROWTH = 4 * MIB
 #: Files, pipes and sockets that may come and go.
 HANDLES = 4
 
@@ -50,8 +51,8 @@ def judge(parity, call, label):
     parity.check_edits(call.prompts, call.specs, max_new_tokens=call.steps, label=label, must_bite=False)
 
 
-def live(parity, count, each=ROUND):
-    """``count`` calls after a first, in rounds; see the top of this file."""
+def live(parity, count, each=ROUND, settling=ROUND):
+    """``count`` calls after a first, in rounds; see the top of this file. Growth counts after so many calls."""
     calls = Calls(parity, most=3, longest=80)
     same, pick = calls.of(0), random.Random("captures")
     first = run(parity, same, parity.hook_points)
@@ -75,19 +76,19 @@ def live(parity, count, each=ROUND):
         resident, open_ = held(parity)
         memory.append(resident)
         handles.append(open_)
+    grown = memory[-1] - memory[settling // each - 1]
     parity.note(
         f"{count} calls",
         repeats=len(memory),
         claim="each repeat equal in every bit",
         resident=memory,
-        grown=memory[-1] - memory[0],
+        grown=grown,
         target=GROWTH,
         handles=handles,
         seconds_first=_median(seconds[:each]),
         seconds_last=_median(seconds[-each:]),
     )
-    grown = memory[-1] - memory[0]
-    assert grown <= GROWTH, f"{grown / MIB:.1f} MiB in {count - each} calls"
+    assert grown <= GROWTH, f"{grown / MIB:.1f} MiB in {count - settling} calls"
     assert handles[-1] - handles[0] <= HANDLES, f"handles open: {handles}"
 
 
@@ -103,7 +104,7 @@ def _median(values):
 @on_one
 def test_a_long_life(parity):
     """Two thousand calls at random: the same bits, right ones, and no growth."""
-    live(parity, CALLS)
+    live(parity, CALLS, settling=SETTLING)
 
 
 def long_enough_to_leak(parity):
@@ -113,7 +114,7 @@ def long_enough_to_leak(parity):
 
 def long_enough_to_tire(parity):
     """As long as it takes for the planted worker to change its mind."""
-    live(parity, 40, each=20)
+    live(parity, 40, each=20, settling=20)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_drawn(parity, draw):
 
 
 def configs(**asked):
-    return Plan(**{"profile": "full", "models": ("tiny-llama", "smollm2-135m"), **asked}).configs(
+    return Plan(**{"profile": "nightly", "models": ("tiny-llama", "smollm2-135m"), **asked}).configs(
         (), ("tp2", "pp2")
     )
 
@@ -79,7 +79,7 @@ def test_no_engine_no_case():
 
 def test_one_case_per_draw(tmp_path):
     """Through pytest: each draw once, by its own name, and not once per engine."""
-    source = ["--backend", "hf", "--profile", "full", "--topology", "tp1", "--collect-only", "-q"]
+    source = ["--backend", "hf", "--profile", "nightly", "--topology", "tp1", "--collect-only", "-q"]
     done = subprocess.run(
         mini_suite.command(tmp_path, *source, source=SUITE),
         env=mini_suite.environment(),

@@ -122,7 +122,8 @@ def test_full_is_smoke_and_every_family(pytestconfig):
         }
         for name in ("smoke", "full", "nightly")
     )
-    assert smoke < full < nightly
+    assert smoke < full
+    assert {line for line in full if "test_clean_draw" not in line} < nightly  # a night draws others
     added = {line.split("::")[0] for line in full - smoke}
     assert added == {"suites/test_families.py", "suites/test_routing.py"}
     for family in ("tiny-qwen3moe", "tiny-phi3"):

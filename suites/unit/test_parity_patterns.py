@@ -19,10 +19,13 @@ def of(request: int, *positions: int) -> list[tuple[int, int]]:
     return [(request, position) for position in positions]
 
 
-def test_nine_rows_of_ten_are_all():
-    assert said((10,), *of(0, *range(9))) == "all rows"
+def test_nine_rows_of_ten_are_nearly_all():
+    assert said((10,), *of(0, *range(10))) == "all rows"
+    assert said((10,), *of(0, 0, 1, 2, 3, 5, 6, 7, 8, 9)) == "9 of all 10 rows"
+    assert said((10,), *of(0, *range(9))) == "rows up to 8"
     assert said((10,), *of(0, *range(8))) == "rows up to 7"
-    assert said((10, 10), *of(0, *range(9))) == "all rows of request 0"
+    assert said((10, 10), *of(0, *range(9))) == "rows up to 8, request 0 only"
+    assert said((10, 10), *of(0, 0, 1, 2, 3, 5, 6, 7, 8, 9)) == "all rows of request 0"
     assert said((4, 1), *of(0, *range(4))) == "all rows of request 0"
     assert said((4, 0), *of(0, 0, 1)) == "rows up to 1"
 

@@ -39,7 +39,8 @@ def stopped_by(number: int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Start the suite, wait until its second case runs, and send the signal to its process alone."""
     mark = folder / "running"
     process = subprocess.Popen(
-        mini_suite.command(folder, *mini_suite.ONE_ENGINE),
+        # A shell has what it starts in the background ignore Ctrl-C, and that is handed down.
+        ["env", "--default-signal=INT", *mini_suite.command(folder, *mini_suite.ONE_ENGINE)],
         env=mini_suite.environment(STOP=str(mark)),
         cwd=folder,
         stdout=subprocess.PIPE,

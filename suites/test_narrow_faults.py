@@ -63,7 +63,7 @@ FAULTS = {
 BY_DTYPE = {
     "DriftsPerLayer": ("fp32", short, r"blocks\.0\.hook_out is the first"),
     "MatmulInTf32": ("fp32", short, MLP),
-    "AttentionInFp8": ("bf16", short, r"blocks\.1\.attn\.hook_out is the first"),
+    "AttentionInInt4": ("bf16", short, r"blocks\.1\.attn\.hook_out is the first"),
 }
 
 

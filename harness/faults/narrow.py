@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from harness.vllm.accumulator import StepRows
 
 __all__ = [
-    "AttentionInFp8",
+    "AttentionInInt4",
     "DriftsPerLayer",
     "MatmulInTf32",
     "OneChannel",
@@ -85,14 +85,20 @@ class MatmulInTf32(_Branch):
         return (rows.view(torch.int32) & ~0x1FFF).view(torch.float32) if rows.dtype == torch.float32 else rows
 
 
-class AttentionInFp8(_Branch):
-    """At bf16 alone, the second block's attention has been through eight bits, as a cache may keep it."""
+class AttentionInInt4(_Branch):
+    """At bf16 alone, the second block's attention has been through four bits a number, one scale a row.
+
+    Eight bits (e4m3) drown there: 0.028 of a row, where bf16 itself costs the reference 0.030.
+    """
 
     branch = "self_attn"
 
     def wrong(self, rows: torch.Tensor) -> torch.Tensor:
         """There and back."""
-        return rows.to(torch.float8_e4m3fn).to(rows.dtype) if rows.dtype == torch.bfloat16 else rows
+        if rows.dtype != torch.bfloat16:
+            return rows
+        scale = rows.abs().amax(dim=-1, keepdim=True) / 7
+        return (rows / scale).round() * scale
 
 
 class OneRanksShare(_OtherModel):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import signal
 import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -78,10 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         verb: Verb = arguments.verb
-        return verb.run(arguments)
+        status = verb.run(arguments)
+        sys.stdout.flush()
+        return status
     except HarnessError as error:
         print(f"vllm-parity: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE
+    except BrokenPipeError:
+        # Whoever read, `| head`, has enough; the interpreter would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,22 @@ def test_what_the_caller_can_put_right_is_one_line(argv, capsys):
     assert out == ""
     assert err.startswith("vllm-parity: ")
     assert err.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """``vllm-parity … | head -1`` ends without a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "models"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == ""
 
 
 def test_help_names_the_verbs(capsys):

@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb: Verb = arguments.verb
         status = verb.run(arguments)
         sys.stdout.flush()
-        return status
     except HarnessError as error:
         print(f"vllm-parity: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE
@@ -90,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read, `| head`, has enough; the interpreter would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

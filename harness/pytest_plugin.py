@@ -26,7 +26,7 @@ from harness.errors import CaptureError, HarnessError, UsageError
 from harness.expectations import Ledger
 from harness.options import add_options, asked_for, ledger_of, plan_of
 from harness.plan import EVERY_POINT, Plan, plain
-from harness.workers import Controller, is_controller, orders_of
+from harness.workers import Controller, is_controller, orders_of, share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         config.stash[LEDGER] = ledger_of(config.option, config.rootpath)
         orders = orders_of(config)
+        if orders:
+            share_cores(config.workerinput["workercount"])  # type: ignore[attr-defined]  # xdist's, of workers only
         config.stash[RESUMED] = found = orders.resumed if orders else _resumed(config.option)
         config.stash[PLAN] = found.plan if found else plan_of(config.option)
         if is_controller(config) and not config.option.collectonly:

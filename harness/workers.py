@@ -25,7 +25,7 @@ from harness.store.writer import RESULTS
 if TYPE_CHECKING:
     from harness.session import ParitySession
 
-__all__ = ["Controller", "Orders", "engine_of", "is_controller", "orders_of"]
+__all__ = ["Controller", "Orders", "engine_of", "is_controller", "orders_of", "share_cores"]
 
 _KEY = "vllm_parity"
 #: An engine's id inside a case's, see :attr:`harness.backend.BootConfig.id`.
@@ -65,11 +65,9 @@ class Orders:
 
 def orders_of(config: pytest.Config) -> Orders | None:
     """What this worker has been told; None in a process that is no worker."""
-    given: dict[str, Any] = getattr(config, "workerinput", {})
-    told = given.get(_KEY)
+    told = getattr(config, "workerinput", {}).get(_KEY)
     if told is None:
         return None
-    _share_cores(given["workercount"])
     folder, resumed = Path(told["folder"]), None
     if told["resumed"] is not None:
         left = told["resumed"]
@@ -78,7 +76,7 @@ def orders_of(config: pytest.Config) -> Orders | None:
     return Orders(folder, resumed)
 
 
-def _share_cores(workers: int) -> None:
+def share_cores(workers: int) -> None:
     """Have this worker's engines and reference compute on its share of the cores, unless the caller has said.
 
     On CPU vLLM binds its threads to cores, and engines of two workers would be bound to the same ones.

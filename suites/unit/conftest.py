@@ -90,3 +90,14 @@ def red_run(tmp_path_factory: pytest.TempPathFactory) -> RedRun:
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     return RedRun(folder, mini_suite.only_run(folder), done.stdout)
+
+
+@pytest.fixture
+def another_default() -> Iterator[None]:
+    """What an engine's process may have made of torch's default dtype."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

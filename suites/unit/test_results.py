@@ -126,15 +126,6 @@ def test_a_step_that_is_the_whole_request_is_not_copied():
         join_segments([Segment(1, whole)], 9, what="x")
 
 
-@pytest.fixture
-def another_default():
-    """What an engine's process may have made of torch's default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 @pytest.mark.usefixtures("another_default")
 def test_rows_keep_their_dtype():
     """Out of order or padded: the engine's dtype stays, whatever the process has for a default."""

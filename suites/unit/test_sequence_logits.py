@@ -85,15 +85,6 @@ def test_the_workers_are_asked_once(boot, monkeypatch):
     assert logits.rebuilt([normal(2, 3)], starts=[0], columns=2).shape == (1, 2, 5)
 
 
-@pytest.fixture
-def another_default():
-    """What an engine's process may have made of torch's default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 @pytest.mark.usefixtures("another_default")
 def test_rows_are_rebuilt_at_their_places(boot):
     weight, rows = normal(5, 3).float(), [normal(2, 3).float(), normal(3, 3, seed=1).float()]

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import nox
 import nox.command
@@ -86,6 +87,9 @@ MOST_WORKERS = 4
 
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
+#: PyTorch's own switch for large pages, wherever time is measured: with small ones two plain engines, side by side,
+#: were a tenth apart for as long as they lived, by where their memory happened to lie.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -263,12 +267,10 @@ def _named(session: nox.Session) -> bool:
 # --- what one runs -----------------------------------------------------------------------------------------
 
 
-def _pytest(
-    session: nox.Session, defaults: list[str], *options: str, also: str = "", location: Path | None = None
-) -> None:
-    """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`."""
+def _pytest(session: nox.Session, defaults: list[str], *options: str, **where: Any) -> None:
+    """Run pytest on `defaults`, or on the paths below suites/ among the arguments after `--`; `where` as in `_run`."""
     arguments = [*([] if _named(session) else defaults), *options, *session.posargs]
-    _run(session, "pytest", *arguments, testing=True, also=also, location=location)
+    _run(session, "pytest", *arguments, testing=True, **where)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -376,6 +378,7 @@ def bench(session: nox.Session) -> None:
         "--benchmark-autosave",
         "--benchmark-storage",
         BENCHMARKS,
+        variables=LARGE_PAGES,
     )
 
 
@@ -400,7 +403,7 @@ def peers(session: nox.Session) -> None:
         TORCH_CPU_INDEX,
         *session.posargs,
         testing=True,
-        variables={"UV_FIND_LINKS": links} if links else {},
+        variables=LARGE_PAGES | ({"UV_FIND_LINKS": links} if links else {}),
     )
 
 

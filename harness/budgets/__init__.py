@@ -6,6 +6,6 @@ May import the vocabulary and, for sizes of taps, ``harness.vllm.overlays``; boo
 from __future__ import annotations
 
 from harness.budgets.memory import MemoryPlan, RankMemory, plan_memory
-from harness.budgets.throughput import Paired, paired
+from harness.budgets.throughput import Paired, Sided, paired, sided
 
-__all__ = ["MemoryPlan", "Paired", "RankMemory", "paired", "plan_memory"]
+__all__ = ["MemoryPlan", "Paired", "RankMemory", "Sided", "paired", "plan_memory", "sided"]

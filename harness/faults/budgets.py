@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from harness.vllm.spec import HarnessSpec
     from harness.vllm.taps import TapSet
 
-__all__ = ["Hungry", "Leaky", "Slow"]
+__all__ = ["Hungry", "Leaky", "Slow", "SlowEdits", "SlowReader", "SlowSteps"]
+
+
+#: Copies that serve nothing.
+COPIES = 30
 
 
 class Hungry(CaptureWorker):
@@ -35,10 +39,10 @@ class Leaky(CaptureWorker):
 
     _kept: list[torch.Tensor]
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
-        """Hold on to a copy."""
-        rows = super().take_rows(name, total)
-        self._kept = [*getattr(self, "_kept", ()), rows.clone()]
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+        """Hold on to copies."""
+        rows = super().take_rows(total)
+        self._kept = [*getattr(self, "_kept", ()), *(one.clone() for one in rows.values())]
         return rows
 
 
@@ -48,7 +52,43 @@ class Slow(CaptureWorker):
     @staticmethod
     def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Copy it again and again, then keep it as it should be."""
-        _, rows = sites.whole_rows(site, value)
-        for _ in range(30):
-            rows = rows.clone()  # kept once: a hook that fires thirty times a forward is another fault
+        _copied(
+            sites.whole_rows(site, value)[1]
+        )  # kept once: a hook that fires thirty times is another fault
         return sites.tap_hook(site, module, value)
+
+
+class SlowEdits(CaptureWorker):
+    """The same, in forwards that edit."""
+
+    @staticmethod
+    def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
+        """Copy it again and again if any row is edited."""
+        switch: Any = module._tap_switch  # noqa: SLF001 - what a tap's hook reads
+        if switch.editing:
+            _copied(sites.whole_rows(site, value)[1])
+        return sites.tap_hook(site, module, value)
+
+
+class SlowSteps(CaptureWorker):
+    """A step's rows are taken thirty times."""
+
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+        """Take them again and again."""
+        for _ in range(COPIES):
+            super().take_rows(total)
+        return super().take_rows(total)
+
+
+class SlowReader(CaptureWorker):
+    """What was captured is copied thirty times before it is handed over."""
+
+    def read_rows(self, request: str, name: str, n_rows: int | None) -> torch.Tensor:
+        """Copy it again and again."""
+        return _copied(super().read_rows(request, name, n_rows))
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    for _ in range(COPIES):
+        rows = rows.clone()
+    return rows

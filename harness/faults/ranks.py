@@ -69,10 +69,12 @@ class EditOnOneRank(_OnOne):
 class ReplicasDrift(_OnOne):
     """One rank's values are off by a thousandth (nnsight 631's family)."""
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """Add it."""
-        rows = super().take_rows(name, total)
-        return rows + 1e-3 if self.wrong_here() and name == BRANCH else rows
+        taken = super().take_rows(total)
+        if self.wrong_here() and BRANCH in taken:
+            taken[BRANCH] = taken[BRANCH] + 1e-3
+        return taken
 
 
 class HookBeforeAllReduce(CaptureWorker):
@@ -95,10 +97,12 @@ class HookBeforeAllReduce(CaptureWorker):
 
         method.apply = apply
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """Serve that."""
-        rows = super().take_rows(name, total)
-        return self._partial[:total].clone() if name == BRANCH and self._partial is not None else rows
+        taken = super().take_rows(total)
+        if BRANCH in taken and self._partial is not None:
+            taken[BRANCH] = self._partial[:total].clone()
+        return taken
 
 
 class CounterRanTwice(_OnOne):
@@ -141,9 +145,12 @@ class StageBorderDropped(_AtBorder):
 class StageBorderEarly(CaptureWorker):
     """It is read one layer early."""
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """The layer before."""
-        return super().take_rows("blocks.0.hook_out" if name == BORDER else name, total)
+        taken = super().take_rows(total)
+        if BORDER in taken:
+            taken |= {BORDER: self._installed().take(["blocks.0.hook_out"], total)["blocks.0.hook_out"]}
+        return taken
 
 
 class RankDies(_OnOne):

@@ -80,9 +80,9 @@ class LayerOffByOne(_WrongSpec):
 class RowsOffByOne(CaptureWorker):
     """Rows of a step are read one place too early."""
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """Roll the step by one row."""
-        return super().take_rows(name, total).roll(1, dims=0)
+        return {name: rows.roll(1, dims=0) for name, rows in super().take_rows(total).items()}
 
 
 class AnotherRequestsRows(CaptureWorker):
@@ -113,15 +113,16 @@ class StaleBuffer(CaptureWorker):
         super().tl_reset_capture_flags(names)
         self._previous, self._latest = self._latest, {}
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """Overlay this step's rows with the previous call's."""
-        rows = super().take_rows(name, total)
-        self._latest[name] = rows.clone()
-        before = self._previous.get(name)
-        if before is not None:
-            n = min(total, before.shape[0])
-            rows[:n] = before[:n]
-        return rows
+        taken = super().take_rows(total)
+        for name, rows in taken.items():
+            self._latest[name] = rows.clone()
+            before = self._previous.get(name)
+            if before is not None:
+                n = min(total, before.shape[0])
+                rows[:n] = before[:n]
+        return taken
 
 
 class DecodeOverwritesPrefill(CaptureWorker):
@@ -146,20 +147,21 @@ class Tires(CaptureWorker):
         super().tl_reset_capture_flags(names)
         self._calls += 1
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """The next number up."""
-        rows = super().take_rows(name, total)
-        if self._calls < 30 or name != "blocks.1.hook_out":
-            return rows
-        return torch.nextafter(rows, torch.full_like(rows, torch.inf))
+        taken = super().take_rows(total)
+        rows = taken.get("blocks.1.hook_out")
+        if self._calls >= 30 and rows is not None:
+            taken["blocks.1.hook_out"] = torch.nextafter(rows, torch.full_like(rows, torch.inf))
+        return taken
 
 
 class ZerosServed(CaptureWorker):
     """Serves buffers nobody filled (vLLM 46301)."""
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """All zeros."""
-        return torch.zeros_like(super().take_rows(name, total))
+        return {name: torch.zeros_like(rows) for name, rows in super().take_rows(total).items()}
 
 
 class LateHooks(CaptureWorker):

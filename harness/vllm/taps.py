@@ -103,6 +103,8 @@ class TapSet:
         self.switch = Switch()
         # Runners may pad a step past its budget up to a graph size; the padding's rows are spare ones.
         size = 2 * max_tokens + 64
+        self._on_host = device.type == "cpu"
+        self._views: tuple[tuple[tuple[str, ...], int], list[torch.Tensor]] = (((), 0), [])
         self.destination = torch.full((size,), max_tokens, dtype=torch.int64, device=device)
         self.program = torch.zeros((size,), dtype=torch.int64, device=device)
 
@@ -115,6 +117,21 @@ class TapSet:
         for begin, end, program in rows:
             self.program[begin:end] = program
             self.switch.editing = True
+
+    def take(self, names: Iterable[str], total: int) -> dict[str, torch.Tensor]:
+        """Copy the first ``total`` rows of the named taps to the host: hook → (total, width), each its own memory.
+
+        Of a decode step the copies cost less than asking for them one by one, and steps of one size follow one another:
+        the views are kept until another size comes, and one call copies them all.
+        """
+        wanted = (tuple(names), total)
+        if self._views[0] != wanted:
+            self._views = (wanted, [self.taps[name].rows[:total] for name in wanted[0]])
+        views = self._views[1]
+        if not views:
+            return {}
+        copies = torch._foreach_clone(views) if self._on_host else [one.to("cpu") for one in views]
+        return dict(zip(wanted[0], copies, strict=True))
 
     def close_step(self) -> None:
         """Send every row to the spare one again, unedited."""
@@ -169,6 +186,7 @@ class TapSet:
         """
         self.close_step()
         self.clear_edits()
+        self._views = (((), 0), [])
         if not traced:
             for tap in self.taps.values():
                 tap.remove()

@@ -66,17 +66,13 @@ class TLWorkerExtension(ParameterExtension):
             if not self._accumulator.armed:
                 return
             self._steps_since_arm += 1
-            rows = {
-                name: self.take_rows(name, total) for name in self._accumulator.names if name in taps.taps
-            }
-            self._accumulator.add(rows, self.label_shares(shares))
+            self._accumulator.add(self.take_rows(total), self.label_shares(shares))
         finally:
             taps.close_step()
 
-    def take_rows(self, name: str, total: int) -> torch.Tensor:
-        """Copy this step's rows of one hook, (total, width), off the device."""
-        rows = self._installed().taps[name].rows[:total]
-        return rows.clone() if rows.device.type == "cpu" else rows.to("cpu")
+    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+        """Copy this step's rows of the captured hooks off the device: hook → (total, width)."""
+        return self._installed().take(self._accumulator.names, total)
 
     def program_rows(self, shares: Sequence[StepRows]) -> list[tuple[int, int, int]]:
         """Which rows [from, to) of a step get which program, by request key and absolute position."""

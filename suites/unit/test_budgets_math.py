@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.budgets import Paired, paired, plan_memory
+from harness.budgets import Paired, Sided, paired, plan_memory, sided
 from harness.budgets.measure import measure_memory, reset_peak
 from harness.budgets.memory import stage_of_blocks
 from harness.cli import main
@@ -113,6 +113,36 @@ def test_pairs_take_turns() -> None:
 
 def test_one_slow_round_does_not_decide() -> None:
     assert Paired((1.0, 1.0, 1.0, 1.0, 5.0), (1.1, 1.1, 9.0, 1.1, 5.5)).ratio == pytest.approx(1.1)
+
+
+def test_kinds_take_turns_and_each_engine_begins_a_round() -> None:
+    order = []
+
+    def way(name: str, seconds: float):
+        def run() -> float:
+            order.append(name)
+            return seconds
+
+        return run
+
+    found = sided(
+        [way("a", 1.0), way("b", 3.0)], [way("x", 3.0), way("y", 3.0), way("z", 6.0)], rounds=5, warm_up=0
+    )
+    assert found == Sided(((1.0,) * 5, (3.0,) * 5), ((3.0,) * 5, (3.0,) * 5, (6.0,) * 5))
+    assert "".join(order) == "axbyzxbyzabyzaxyzaxbzaxby"
+    assert found.paired == Paired((2.0,) * 5, (4.0,) * 5)
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "apart"),
+    [
+        (((2.0, 2.0),), ((3.0, 3.0),), 0.0),
+        (((2.0, 2.0, 2.0), (2.2, 2.2, 9.0)), ((3.0,) * 3, (3.0,) * 3), 0.1),
+        (((2.0, 2.0), (2.0, 2.0)), ((3.0, 3.0), (2.5, 2.5)), 0.2),
+    ],
+)
+def test_like_engines_say_what_a_ratio_cannot_resolve(base, other, apart) -> None:
+    assert Sided(base, other).apart == pytest.approx(apart)
 
 
 def test_the_peak_is_seen_and_forgotten() -> None:

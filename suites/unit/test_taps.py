@@ -300,6 +300,26 @@ def test_an_argument_that_is_not_there_is_refused() -> None:
         installed(Projects(), TapSpec("blocks.0.attn.hook_rot_q", "attn", 8, argument="query", heads=1))
 
 
+def test_a_step_is_taken_as_copies_and_sizes_may_change() -> None:
+    taps = installed(Projects(), *heads_of())
+    names = list(taps.taps)
+    for total in (1, 1, 3, 1):
+        for number, name in enumerate(names):
+            taps.taps[name].rows.fill_(10.0 * number + total)
+        taken = taps.take(names, total)
+        for name in names:
+            taps.taps[name].rows.fill_(-1.0)
+        assert list(taken) == names
+        for number, rows in enumerate(taken.values()):
+            assert rows.tolist() == [[10.0 * number + total] * rows.shape[1]] * total
+        assert len({rows.untyped_storage().data_ptr() for rows in taken.values()}) == len(names)
+    assert list(taps.take(names[1:], 1)) == names[1:]
+    assert taps.take([], 1) == {}
+    taps.remove(traced=False)
+    with pytest.raises(KeyError):
+        taps.take(names, 1)
+
+
 def test_nothing_is_left_after_removal() -> None:
     module = Projects()
     taps = installed(module, *heads_of(), TapSpec("blocks.0.hook_in", "qkv", 32, argument="hidden_states"))

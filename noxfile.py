@@ -87,9 +87,9 @@ MOST_WORKERS = 4
 
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
-#: PyTorch's own switch for large pages, wherever time is measured: with small ones two plain engines, side by side,
-#: were a tenth apart for as long as they lived, by where their memory happened to lie.
-LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+#: PyTorch's and glibc's switches for large pages, wherever time is measured: with small ones two plain engines, side by
+#: side, were a tenth apart for as long as they lived, by where their memory happened to lie.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv|virtualenv"

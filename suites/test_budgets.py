@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
 
 import pytest
@@ -254,11 +255,13 @@ def target(title, mode):
 def figures(found, at_most):
     """A ratio with its spread, and how far like engines are apart."""
     pair = found.paired
+    kinds = {"plain": found.base, "tapped": found.other}
     return {
         "ratio": pair.ratio,
         "quartiles": pair.quartiles,
         "rounds": len(pair.base),
         "apart": found.apart,
+        "seconds": {kind: [statistics.median(one) for one in some] for kind, some in kinds.items()},
         "target": at_most,
     }
 

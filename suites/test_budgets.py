@@ -255,7 +255,7 @@ def target(title, mode):
 def figures(found, at_most):
     """A ratio with its spread, and how far like engines are apart."""
     pair = found.paired
-    kinds = {"plain": found.base, "tapped": found.other}
+    kinds = {"base": found.base, "other": found.other}
     return {
         "ratio": pair.ratio,
         "quartiles": pair.quartiles,

@@ -194,13 +194,14 @@ def test_boots_give_back_what_they_took(parity):
 
 @contextlib.contextmanager
 def two_kinds(parity, *, each, **options):
-    """So many plain engines and so many with taps, side by side; ``options`` are of those with taps."""
+    """So many plain engines and so many with taps, side by side, and the case's own on the first of those with taps.
+
+    ``options`` are of those with taps. The engine that the suite shares is not asked for: it would take memory from these.
+    """
     with contextlib.ExitStack() as stack:
-        booted = [
-            [stack.enter_context(parity.spare_engine(**kind, **LONG)) for _ in range(each)]
-            for kind in ({"instrument": False}, options)
-        ]
-        yield booted
+        plain = [stack.enter_context(parity.spare_engine(instrument=False, **LONG)) for _ in range(each)]
+        tapped = [stack.enter_context(parity.variant(**LONG, **options)) for _ in range(each)]
+        yield tapped[0], plain, [one.engine for one in tapped]
 
 
 def seconds(engine, prompts, **options):
@@ -283,13 +284,13 @@ def judged(parity, title, found):
 @timed
 def test_time_of_taps(parity, benchmark):
     """Prefill captured, idle and edited, and decode, each in turn with plain vLLM; reading back with one copy."""
-    with two_kinds(parity, each=2) as (plain, tapped):
-        plan, peaks = promised(parity, LONG["step"]).largest, {}
+    with two_kinds(parity, each=2) as (own, plain, tapped):
+        plan, peaks = promised(own, LONG["step"]).largest, {}
         # Before anything was captured: an allocator that keeps what it was once given would hide the rise.
-        for name, (engine, *_), capture in (("plain", plain, []), ("tapped", tapped, parity.hook_points)):
-            seconds(engine, [of_length(parity, PROMPT)])
-            peaks[name] = engine.forward_memory([of_length(parity, PROMPT)], capture=capture)["resident"]
-        found = benchmark.pedantic(measured, (parity, plain, tapped), rounds=1)
+        for name, (engine, *_), capture in (("plain", plain, []), ("tapped", tapped, own.hook_points)):
+            seconds(engine, [of_length(own, PROMPT)])
+            peaks[name] = engine.forward_memory([of_length(own, PROMPT)], capture=capture)["resident"]
+        found = benchmark.pedantic(measured, (own, plain, tapped), rounds=1)
     over = peaks["tapped"] - peaks["plain"]
     parity.note("peak of a forward", **peaks, capture_state=plan.state, target=1.5 * plan.state)
     for title, one in found.items():
@@ -318,6 +319,6 @@ def test_time_of_taps(parity, benchmark):
 )
 def test_a_slow_engine_is_caught(parity, fault, title):
     """A worker that copies thirty times over, each in one place, turns the figure of that place red."""
-    with two_kinds(parity, each=1, worker_cls=f"harness.faults.budgets.{fault}") as (plain, tapped):
-        found = measured(parity, plain, tapped, only=title)
+    with two_kinds(parity, each=1, worker_cls=f"harness.faults.budgets.{fault}") as (own, plain, tapped):
+        found = measured(own, plain, tapped, only=title)
     assert "was promised" in judged(parity, title, found[title])

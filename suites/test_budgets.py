@@ -196,7 +196,7 @@ def test_boots_give_back_what_they_took(parity):
 def two_kinds(parity, *, each, **options):
     """So many plain engines and so many with taps, side by side, and the case's own on the first of those with taps.
 
-    ``options`` are of those with taps. The engine that the suite shares is not asked for: it would take memory from these.
+    ``options`` are of those with taps. The engine that suites share is not booted: it would take memory from these.
     """
     with contextlib.ExitStack() as stack:
         plain = [stack.enter_context(parity.spare_engine(instrument=False, **LONG)) for _ in range(each)]

@@ -30,8 +30,8 @@ from harness.results import NO_TOKEN
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from harness.check import Parity
     from harness.interventions import Requests
+    from harness.judging import Judged
     from harness.parity.rows import Captures
     from harness.parity.types import CaseVerdict
     from harness.reference.references import Pair
@@ -54,7 +54,7 @@ class EditedCall:
         clean, edited, after: what the engine gave before, with and after the edits.
     """
 
-    parity: Parity
+    parity: Judged
     prompts: Sequence[Sequence[int]]
     edits: Requests
     clean: ForwardResult

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from harness.check import Parity
     from harness.interventions import Requests
+    from harness.judging import Judged
     from harness.parity.types import CaseVerdict
 
 __all__ = ["LOGITS", "greedy_problems", "logit_problems"]
@@ -26,7 +26,7 @@ _TOLD = 5
 
 
 def logit_problems(
-    parity: Parity,
+    parity: Judged,
     sequences: Sequence[Sequence[int]],
     rows: Sequence[torch.Tensor],
     *,
@@ -76,7 +76,7 @@ def logit_problems(
 
 
 def greedy_problems(
-    parity: Parity,
+    parity: Judged,
     prompts: Sequence[Sequence[int]],
     new_tokens: Sequence[Sequence[int]],
     *,
@@ -110,7 +110,7 @@ def greedy_problems(
 
 
 def _judge(
-    parity: Parity,
+    parity: Judged,
     sequences: Sequence[Sequence[int]],
     rows: Sequence[torch.Tensor],
     edits: Requests | None,

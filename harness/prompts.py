@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.check import Parity
+    from harness.subject import Subject
 
 __all__ = ["ENGLISH", "PARAGRAPHS", "UNICODE", "calibration", "of_length"]
 
@@ -43,17 +43,17 @@ ENGLISH = " ".join(PARAGRAPHS[1:])
 UNICODE = "Zürich, 東京 and Владивосток: naïve café 🦙🚀 — “quoted”, ½ + ¼ = ¾; e\u0301 ≠ é; نص عربي; \u200bzero width."
 
 
-def of_length(parity: Parity, n: int, *, seed: int = 0) -> list[int]:
+def of_length(subject: Subject, n: int, *, seed: int = 0) -> list[int]:
     """A prompt of exactly ``n`` tokens: English text cut to length, or seeded ids for a model with no tokenizer."""
-    if parity.has_tokenizer:
-        ids = [int(i) for i in parity.tokenizer(ENGLISH)["input_ids"]]
+    if subject.has_tokenizer:
+        ids = [int(i) for i in subject.tokenizer(ENGLISH)["input_ids"]]
         begin = seed * 7 % max(1, len(ids) - n)
         if begin + n <= len(ids):
             return ids[begin : begin + n]
     rng = random.Random(f"{seed}-{n}")  # noqa: S311 - reproducible, not secret
-    return [rng.randrange(3, min(parity.vocab_size, 49152)) for _ in range(n)]
+    return [rng.randrange(3, min(subject.vocab_size, 49152)) for _ in range(n)]
 
 
-def calibration(parity: Parity) -> list[list[int]]:
+def calibration(subject: Subject) -> list[list[int]]:
     """What the reference's own noise is measured on: 160 tokens, enough rows that their mean is no accident."""
-    return [of_length(parity, 120, seed=11), of_length(parity, 40, seed=12)]
+    return [of_length(subject, 120, seed=11), of_length(subject, 40, seed=12)]

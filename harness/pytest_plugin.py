@@ -24,14 +24,14 @@ from harness.cases import case_id, conclude, config_of, declaration, rerun
 from harness.draws import deal
 from harness.errors import CaptureError, HarnessError, UsageError
 from harness.expectations import Ledger
+from harness.limits import configs_of, in_profile
 from harness.options import add_options, asked_for, ledger_of, plan_of
-from harness.plan import EVERY_POINT, Plan, plain
+from harness.plan import Plan, plain
 from harness.workers import Controller, is_controller, orders_of, share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from harness.backend import BootConfig
     from harness.expectations import Expectation
     from harness.resume import Resumed
     from harness.session import ParitySession
@@ -132,51 +132,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     marker = metafunc.definition.get_closest_marker("parity")
     limits: dict[str, Any] = dict(marker.kwargs) if marker else {}
+    plan = metafunc.config.stash[PLAN]
     try:
-        plan = metafunc.config.stash[PLAN]
-        shorter = _limits_of(plan.profile, limits)
-        extra = limits.get("extra_models", ()), limits.get("extra_topologies", ())
-        # What is added has to be named by the test's own limits, so a plain test stays on what was asked for.
-        every = [c for c in plan.configs(*extra) if _wanted(c, limits)]
-        # The profile makes a run shorter, and never takes the last engine a test was asked to run on.
-        configs = [c for c in every if _wanted(c, {**limits, **shorter})] or every
+        configs = configs_of(plan, limits)
     except UsageError as error:
         _refuse(error)
-    if limits.get("every_point"):
-        configs = [c.with_options(**EVERY_POINT) for c in configs]
     if "draw" in metafunc.fixturenames:
-        pairs = deal({**limits, **shorter}["draws"], configs)
+        pairs = deal(in_profile(plan.profile, limits)["draws"], configs)
         ids = [f"{c.id}-draw{draw.seed}" for c, draw in pairs]
         metafunc.parametrize(("parity", "draw"), pairs, ids=ids, indirect=["parity"], scope="function")
         return
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
-
-
-def _limits_of(profile: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """What a test is narrowed to in a profile: ``full`` is as ``smoke`` unless the test says otherwise."""
-    smoke = limits.get("smoke", {})
-    found: dict[str, Any] = {"smoke": smoke, "full": limits.get("full", smoke)}.get(profile, {})
-    return found
-
-
-def _wanted(config: BootConfig, limits: dict[str, Any]) -> bool:
-    if "models" in limits and config.model not in limits["models"]:
-        return False
-    if "dtypes" in limits and config.short_dtype not in limits["dtypes"]:
-        return False
-    if "modes" in limits and config.mode not in limits["modes"]:
-        return False
-    if "topologies" in limits and str(config.topology) not in limits["topologies"]:
-        return False
-    if "steps" in limits and config.max_num_batched_tokens not in limits["steps"]:
-        return False
-    if "backends" in limits and config.backend not in limits["backends"]:
-        return False
-    if limits.get("tokenizer"):
-        from harness.models import resolve
-
-        return resolve(config.model).has_tokenizer is not False
-    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

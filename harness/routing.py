@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from harness.check import Parity
     from harness.interventions import Requests
+    from harness.judging import Judged
     from harness.parity.rows import Captures
     from harness.parity.types import CaseVerdict, HookVerdict
     from harness.reference.references import Pair
@@ -39,7 +39,7 @@ _MOST_TOLD = 8
 
 
 def follow_routes(
-    parity: Parity,
+    parity: Judged,
     sequences: Sequence[Sequence[int]],
     rows: Captures,
     verdict: CaseVerdict,
@@ -73,7 +73,7 @@ def follow_routes(
 
 
 def settle_routes(
-    parity: Parity, sequences: Sequence[Sequence[int]], rows: Captures, edits: Requests | None = None
+    parity: Judged, sequences: Sequence[Sequence[int]], rows: Captures, edits: Requests | None = None
 ) -> None:
     """Follow every token that went to other experts within noise, failed or not.
 
@@ -96,14 +96,14 @@ def _one(number: int, sequences: Sequence[Sequence[int]], rows: Captures, edits:
     return sequences[number], here, {name: some[number] for name, some in rows.items()}
 
 
-def _taken(parity: Parity, number: int, one: _One, ties: Sequence[_Tie]) -> list[tuple[int, _Tie]]:
+def _taken(parity: Judged, number: int, one: _One, ties: Sequence[_Tie]) -> list[tuple[int, _Tie]]:
     """Have the reference of one sequence follow these from now on."""
     if ties:
         parity.routes.take(one[0], one[1], tuple(tie.choice for tie in ties))
     return [(number, tie) for tie in ties]
 
 
-def _told(parity: Parity, found: Sequence[tuple[int, _Tie]]) -> bool:
+def _told(parity: Judged, found: Sequence[tuple[int, _Tie]]) -> bool:
     """Put what was followed into the record; whether anything was."""
     if found:
         parity.note(
@@ -136,7 +136,7 @@ class _Tie:
 
 
 def _routes_said(
-    parity: Parity, ids: Sequence[int], edits: Requests | None, rows: Mapping[str, torch.Tensor]
+    parity: Judged, ids: Sequence[int], edits: Requests | None, rows: Mapping[str, torch.Tensor]
 ) -> list[_Tie]:
     """Where the engine must have gone by what its routers were given; empty if that is not captured, or was asked."""
     if parity.routes.taken([ids], edits)[0]:
@@ -175,7 +175,7 @@ def _routes_said(
 
 
 def _route_tried(
-    parity: Parity,
+    parity: Judged,
     ids: Sequence[int],
     edits: Requests | None,
     rows: Mapping[str, torch.Tensor],

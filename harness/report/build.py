@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,11 @@ from markupsafe import Markup
 from harness.errors import HarnessError
 from harness.report import overview, setting
 from harness.report.budgets import bars
+from harness.report.files import write_whole
 from harness.report.ledger import entries
 from harness.report.matrix import NO_VALUE, matrix
 from harness.report.pack import Pack
-from harness.report.templating import TEMPLATES, clean, environment
+from harness.report.templating import TEMPLATES, clean, environment, stylesheet
 from harness.report.timing import boots_figure, model_times
 from harness.report.view import SEVERITY, anchors, case_view
 from harness.store import read_run, tally
@@ -50,11 +50,9 @@ def build_report(folder: Path | str) -> Path:
         HarnessError: the file cannot be written.
     """
     target = Path(folder) / "index.html"
-    page = render(read_run(folder)).encode()
-    partial = target.with_name(f".index-{os.getpid()}.html")
+    page = render(read_run(folder))
     try:
-        partial.write_bytes(page)
-        partial.replace(target)  # a reader never meets half a page
+        write_whole(target, page)
     except OSError as error:
         msg = f"cannot write {target}: {error.strerror}"
         raise HarnessError(msg) from error
@@ -100,7 +98,7 @@ def render(records: RunRecords) -> str:
         tally=tally(records),
         run_id=str(records.run.get("run_id") or "unknown"),
         damaged=records.damaged,
-        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
+        style=stylesheet("style.css"),
         scripts=scripts,
         digests=[_digest(script) for script in scripts.values()],
         packs=pack.texts(),

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from harness.errors import UsageError
-from harness.report.templating import TEMPLATES, clean, environment
+from harness.report.files import write_whole
+from harness.report.templating import clean, environment, stylesheet
 from harness.report.view import anchors
 
 if TYPE_CHECKING:
@@ -22,10 +21,9 @@ __all__ = ["RunLinks", "page", "write_page"]
 
 
 def page(template: str, values: Mapping[str, Any]) -> str:
-    """Fill a template of this package; everything in ``values`` that is no :class:`Markup` is escaped."""
-    style = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "runs.css"))
-    text = environment().get_template(template).render(style=Markup(style), **values)  # noqa: S704 - our own files
-    return clean(text)
+    """Fill a template of this package; everything in ``values`` that is no :class:`~markupsafe.Markup` is escaped."""
+    style = stylesheet("style.css", "runs.css")
+    return clean(environment().get_template(template).render(style=style, **values))
 
 
 def write_page(text: str, target: Path | str) -> Path:
@@ -40,12 +38,9 @@ def write_page(text: str, target: Path | str) -> Path:
             f"{str(target)!r} would be a page and is not named like one: name it {target.stem or 'page'}.html"
         )
         raise UsageError(msg)
-    partial = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        partial.write_bytes(text.encode())
-        partial.replace(target)
+        write_whole(target, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         msg = f"cannot write {str(target)!r}: {error.strerror or error}; name a file in a folder that can be written"
         raise UsageError(msg) from error
     return target

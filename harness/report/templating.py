@@ -13,7 +13,7 @@ from harness.provenance import redact_text
 from harness.report.numbers import count, duration, ratio
 from harness.report.visible import visible
 
-__all__ = ["TEMPLATES", "clean", "environment"]
+__all__ = ["TEMPLATES", "clean", "environment", "stylesheet"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 _MIN_SECRET = 12  # characters
@@ -23,6 +23,11 @@ _LINK = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)\]]")
 def clean(html: str) -> str:
     """A page with no characters that hide or reorder text, and nothing that looks like a token."""
     return visible(redact_text(html))
+
+
+def stylesheet(*names: str) -> Markup:
+    """Files of this package, one after the other, as they stand in a page."""
+    return Markup("".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names))  # noqa: S704 - our own
 
 
 def environment() -> Environment:

@@ -6,19 +6,18 @@ import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup, escape
-
-from harness.trial.figure import COLOURS, STYLE
+from harness.trial.drawing import Frame, colour
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from markupsafe import Markup
 
     from harness.trial.spread import Spread
 
 __all__ = ["spread_figure"]
 
-_WIDTH, _HEIGHT = 760, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 20, 74
+_FRAME = Frame(height=280, left=64)
 _LARGEST = 4.0
 _STEPS = 160
 
@@ -27,24 +26,17 @@ def spread_figure(some: Sequence[Spread]) -> Markup:
     """One falling line per dtype, the share of comparisons above each k (logarithmic), and a rule at the k in use."""
     least = min((1 / len(spread.comparisons) for spread in some), default=0.1)
     decades = max(math.ceil(-math.log10(least)), 1)
-    parts = [f"<style>{STYLE}</style>", _axes(decades)]
+    parts = [_axes(decades)]
     parts += [_rule(k, decades) for k in sorted({one.k for spread in some for one in spread.comparisons[:1]})]
     for number, spread in enumerate(some):
-        colour = COLOURS[number % len(COLOURS)]
         dash = f' stroke-dasharray="{8 * number} 3"' if number else ""
-        x, y = _LEFT + 8 + number % 2 * 350, _HEIGHT - 28 + number // 2 * 16
         label = f"{spread.dtype}: {len(spread.comparisons)} comparisons of {spread.cases} cases"
-        parts.append(
-            f'<path d="{_path(spread, decades)}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-            f'<path d="M{x} {y - 4}h18" stroke="{colour}" stroke-width="2"{dash}/>'
-            f'<text x="{x + 24}" y="{y}">{escape(label)}</text>'
-        )
-    height = _HEIGHT + max(0, (len(some) - 1) // 2) * 16
+        parts += [
+            f'<path d="{_path(spread, decades)}" fill="none" stroke="{colour(number)}" stroke-width="2"{dash}/>',
+            _FRAME.key(number, label, dash),
+        ]
     title = "Share of comparisons of sound engines that would be red, by the constant k"
-    return Markup(  # noqa: S704 - every text in it was escaped
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
-        f"<title>{title}</title>{''.join(parts)}</svg>\n"
-    )
+    return _FRAME.figure(title, parts, len(some))
 
 
 def _path(spread: Spread, decades: int) -> str:
@@ -61,11 +53,11 @@ def _path(spread: Spread, decades: int) -> str:
 
 
 def _x(k: float) -> float:
-    return _LEFT + k / _LARGEST * (_WIDTH - _LEFT - _RIGHT)
+    return _FRAME.x(k / _LARGEST)
 
 
 def _y(share: float, decades: int) -> float:
-    return _TOP - math.log10(share) / decades * (_HEIGHT - _BOTTOM - _TOP)
+    return _FRAME.top - math.log10(share) / decades * _FRAME.tall
 
 
 def _rule(k: float, decades: int) -> str:
@@ -77,18 +69,10 @@ def _rule(k: float, decades: int) -> str:
 
 
 def _axes(decades: int) -> str:
-    levels = [10.0**-power for power in range(decades + 1)]
-    lines = "".join(f"M{_LEFT} {_y(level, decades):.1f}H{_WIDTH - _RIGHT}" for level in levels)
-    labels = "".join(
-        f'<text x="{_LEFT - 6}" y="{_y(level, decades) + 4:.1f}" text-anchor="end">{100 * level:g} %</text>'
-        for level in levels
+    levels = [(_y(share, decades), share) for share in (10.0**-power for power in range(decades + 1))]
+    ticks = _FRAME.ticks(
+        ((_x(k), f"{k:g}") for k in (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)),
+        "k: share of comparisons with err(E) above k times max(err(R), floor)",
     )
-    ticks = "".join(
-        f'<text x="{_x(k):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{k:g}</text>'
-        for k in (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)
-    )
-    name = (
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - _BOTTOM + 32}" text-anchor="middle">'
-        "k: share of comparisons with err(E) above k times max(err(R), floor)</text>"
-    )
-    return f'<path class="g" d="{lines}"/>{labels}{ticks}{name}'
+    labels = _FRAME.levels((y, f"{100 * share:g} %") for y, share in levels)
+    return f"{_FRAME.grid(y for y, _ in levels)}{labels}{ticks}"

@@ -166,6 +166,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (folder / "index.html").mkdir()
     with pytest.raises(HarnessError, match=r"cannot write .*index\.html"):
         build_report(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["index.html", "results.jsonl"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

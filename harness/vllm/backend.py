@@ -8,9 +8,12 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from harness.backend import Topology
-from harness.vllm.boot import boot_vllm, check_boot, kv_cache_bytes
+from harness.geometry import Geometry
+from harness.models import load_config
+from harness.vllm.boot import boot_vllm, check_boot
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.environment import boot_environment
+from harness.vllm.kv_cache import kv_cache_argument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,9 +145,9 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
     """The same engine with nothing of the harness in it; it can only generate and give raw logits."""
     from vllm import LLM
 
-    size = kv_cache_bytes(options)
-    if size is not None:
-        options["kv_cache_memory_bytes"] = size
+    options = {"max_num_seqs": min(16, config.max_num_batched_tokens), **options}
+    geometry = Geometry.of(load_config(config.path))
+    options |= kv_cache_argument(options, geometry, config.dtype, config.max_model_len)
     started = time.monotonic()
     with boot_environment(config.topology.tp * config.topology.pp):
         llm = LLM(
@@ -156,7 +159,6 @@ def _boot_plain(config: BootConfig, options: dict[str, Any]) -> VLLMDriver:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             disable_log_stats=True,
-            max_num_seqs=min(16, config.max_num_batched_tokens),
             tensor_parallel_size=config.topology.tp,
             pipeline_parallel_size=config.topology.pp,
             **options,

@@ -14,6 +14,7 @@ from harness.geometry import Geometry
 from harness.models import load_config, resolve
 from harness.vllm import internals
 from harness.vllm.environment import boot_environment, require_ray, require_vllm
+from harness.vllm.kv_cache import kv_cache_argument
 from harness.vllm.overlays import get_overlay
 from harness.vllm.spec import EDIT_PROGRAMS, HarnessSpec
 from harness.vllm.wire import dtype_name
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from harness.bridge import RemoteBridge
     from harness.vllm.overlays import Overlay, TapSpec
 
-__all__ = ["boot_vllm", "check_boot", "chosen_taps", "kv_cache_bytes"]
+__all__ = ["boot_vllm", "check_boot", "chosen_taps"]
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,6 @@ _FORCED: dict[str, tuple[Any, str]] = {
     ),
     "disable_log_stats": (True, "the statistics thread reads engine state while captures are collected"),
 }
-#: KV cache on CPU where the caller names none: room for 23,000 tokens of a 135M model, and quick to allocate.
-_CPU_KV_BYTES = 1 << 30
 
 
 def _positive_int(name: str, value: object) -> int:
@@ -82,27 +81,6 @@ def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
         msg = f"max_model_len={max_model_len} exceeds the {limit} positions this model was built for"
         raise UsageError(msg)
     return max_model_len
-
-
-def _check_kv_cache(geometry: Geometry, dtype: str, max_model_len: int, kv_bytes: int) -> None:
-    """One request of full length must fit; sizes as vLLM lays them out: K and V per layer, KV head and position."""
-    import psutil
-    import torch
-
-    per_token = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * getattr(torch, dtype).itemsize
-    # vLLM hands out whole blocks of 128 positions on CPU.
-    needed = per_token * -(-max_model_len // 128) * 128
-    if needed > kv_bytes:
-        msg = (
-            f"the KV cache of {kv_bytes / 2**20:.0f} MiB cannot hold one request of {max_model_len} tokens, "
-            f"which needs {needed / 2**20:.0f} MiB: lower max_model_len or raise kv_cache_memory_bytes "
-            f"(VLLM_CPU_KVCACHE_SPACE, in GiB)"
-        )
-        raise UsageError(msg)
-    free = psutil.virtual_memory().available
-    if kv_bytes > free:
-        msg = f"a KV cache of {kv_bytes / 2**30:.1f} GiB was asked for, this machine has {free / 2**30:.1f} GiB free"
-        raise UsageError(msg)
 
 
 def _check_topology(geometry: Geometry, tp: int, pp: int, *, devices: bool) -> None:
@@ -147,7 +125,6 @@ def check_boot(
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
-    kv_cache_memory_bytes: int | None = None,
     devices: bool = True,
 ) -> tuple[Any, HarnessSpec, str, int]:
     """Everything that can be refused without loading vLLM or a weight; ``devices``: this machine's among it.
@@ -156,8 +133,7 @@ def check_boot(
         The Hugging Face config, a tap for every point there is, the dtype's name and the context length.
 
     Raises:
-        UsageError: vLLM missing, checkpoint unreadable, architecture without overlay, sizes that make no sense, a KV
-            cache that cannot hold one request.
+        UsageError: vLLM missing, checkpoint unreadable, architecture without overlay, sizes that make no sense.
     """
     require_vllm()
     _positive_int("tensor_parallel_size", tensor_parallel_size)
@@ -173,10 +149,7 @@ def check_boot(
     if name not in DTYPES.values():
         msg = f"dtype={name!r} is not known: pass one of {', '.join(DTYPES.values())}, or none for the checkpoint's own"
         raise UsageError(msg)
-    length = _context_limit(hf_config, max_model_len)
-    if kv_cache_memory_bytes is not None:
-        _check_kv_cache(geometry, name, length, kv_cache_memory_bytes)
-    return hf_config, spec, name, length
+    return hf_config, spec, name, _context_limit(hf_config, max_model_len)
 
 
 def chosen_taps(
@@ -235,7 +208,8 @@ def boot_vllm(
         dtype: torch's name or dtype; None takes the checkpoint's own. Always passed on explicitly, because vLLM's
             ``auto`` turns an fp32 checkpoint into fp16.
         gpu_memory_utilization: share of the device's memory vLLM may use (CUDA).
-        max_model_len: longest prompt plus new tokens.
+        max_model_len: longest prompt plus new tokens. On CPU the KV cache has room for ``max_num_seqs`` requests of
+            it, 1 GiB at most.
         max_num_batched_tokens: tokens per step; longer prompts are served in chunks.
         enable_batching: run eagerly instead of compiled, as in the original. Batches work either way.
         enable_position_interventions: accepted for the original's sake; positions always work.
@@ -260,29 +234,28 @@ def boot_vllm(
     _positive_int("max_num_batched_tokens", max_num_batched_tokens)
     path = str(resolve(model_name).fetch())
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    kv_bytes = kv_cache_bytes(vllm_kwargs)
     hf_config, spec, name, length = check_boot(
         path,
         dtype=name,
         max_model_len=max_model_len,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
-        kv_cache_memory_bytes=kv_bytes,
     )
+    vllm_kwargs.setdefault("max_num_seqs", min(16, max_num_batched_tokens))
+    if vllm_kwargs["max_num_seqs"] is not None:
+        _positive_int("max_num_seqs", vllm_kwargs["max_num_seqs"])
+    vllm_kwargs |= kv_cache_argument(vllm_kwargs, Geometry.of(hf_config), name, length)
     taps = chosen_taps(spec, hook_points, hf_config, tensor_parallel_size)
     left_out = [tap.name for tap in spec.taps if tap not in taps]
     spec = replace(spec, taps=taps)
     if max_edit_programs != 0:
         _positive_int("max_edit_programs", max_edit_programs)
     spec = replace(spec, max_programs=max_edit_programs)
-    if kv_bytes is not None:
-        vllm_kwargs["kv_cache_memory_bytes"] = kv_bytes
     if on_ray:
         vllm_kwargs["distributed_executor_backend"] = internals.ray_backend()
     from harness.vllm.worker import WORKER_CLASS
 
     arguments = {
-        "max_num_seqs": min(16, max_num_batched_tokens),
         "enforce_eager": enable_batching,
         "worker_cls": WORKER_CLASS,
         **vllm_kwargs,
@@ -301,32 +274,6 @@ def boot_vllm(
     non_fireable = {**_missing_points(hf_config, tensor_parallel_size), **dict.fromkeys(left_out, _LEFT_OUT)}
     seconds = time.monotonic() - started
     return _wrap(llm, spec, path, tokenizer, non_fireable=non_fireable, boot_seconds=seconds)
-
-
-def kv_cache_bytes(vllm_kwargs: dict[str, Any]) -> int | None:
-    """KV cache size where it is fixed in bytes: the caller's, else the default on CPU, else None (vLLM measures).
-
-    Raises:
-        UsageError: on CPU, where vLLM lets ``VLLM_CPU_KVCACHE_SPACE`` win, it contradicts the caller.
-    """
-    import os
-
-    asked = vllm_kwargs.get("kv_cache_memory_bytes")
-    require_vllm()
-    import torch
-
-    if torch.cuda.is_available():
-        return None if asked is None else int(asked)
-    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if not space.isdigit() or not int(space):
-        return _CPU_KV_BYTES if asked is None else int(asked)
-    if asked is not None and int(asked) != int(space) << 30:
-        msg = (
-            f"kv_cache_memory_bytes={asked} would be ignored: vLLM's CPU platform takes VLLM_CPU_KVCACHE_SPACE={space} "
-            "(GiB) instead; unset that, or bound the cache by num_gpu_blocks_override"
-        )
-        raise UsageError(msg)
-    return int(space) << 30
 
 
 def _boot(arguments: dict[str, Any]) -> Any:

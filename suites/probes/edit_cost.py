@@ -11,7 +11,6 @@ import os
 import statistics
 import sys
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 REPEATS = 15

@@ -6,11 +6,8 @@ Prints one line of JSON. Arguments: model, ``eager`` or ``compiled``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 TEXT = "The capital of France is"
 

@@ -10,7 +10,8 @@ import os
 import sys
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# It would win over the size below.
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], list(range(20, 60))]
 KWARGS = {
@@ -18,6 +19,7 @@ KWARGS = {
     "max_model_len": 128,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
     "logprobs_mode": "raw_logits",
     "max_logprobs": -1,
 }

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.errors import CaptureError, UsageError
 from harness.geometry import Geometry
@@ -217,7 +216,10 @@ class _AttentionHandle:
     """
 
     def __init__(self, tap: _Tap, module: nn.Module) -> None:
-        self._before = ALL_ATTENTION_FUNCTIONS.get_interface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self._table: Any = ALL_ATTENTION_FUNCTIONS
+        self._before = self._table.get_interface
 
         def get_interface(*args: Any) -> Any:
             function = self._before(*args)
@@ -243,11 +245,11 @@ class _AttentionHandle:
 
             return watched
 
-        vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+        vars(self._table)["get_interface"] = get_interface
 
     def remove(self) -> None:
         """Hand out what was handed out before; handles are removed in any order, all of them at once."""
-        vars(ALL_ATTENTION_FUNCTIONS).pop("get_interface", None)
+        vars(self._table).pop("get_interface", None)
 
 
 def _edited(emitted: torch.Tensor, edit: Edit, emission: Emission) -> torch.Tensor:

@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from transformers.pytorch_utils import Conv1D
 
 __all__ = ["has_onednn", "jitter", "onednn_linears"]
 
@@ -61,6 +62,8 @@ def has_onednn() -> bool:
 @contextmanager
 def onednn_linears(model: torch.nn.Module) -> Iterator[None]:
     """Within it, the fp32 linear layers of ``model`` multiply in oneDNN; elsewhere torch already does, or cannot."""
+    from transformers.pytorch_utils import Conv1D
+
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     linears = [m for m in linears if m.weight.dtype == torch.float32 and m.weight.device.type == "cpu"]
     if not has_onednn():

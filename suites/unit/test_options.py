@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from suites.unit import mini_suite
+
 SUITE = "suites/test_activations.py"
 
 
@@ -30,9 +32,9 @@ SUITE = "suites/test_activations.py"
     ],
 )
 def test_wrong_options_are_refused(arguments, message, pytestconfig, tmp_path):
-    command = [sys.executable, "-m", "pytest", SUITE, "-p", "no:cacheprovider", "--report-dir", str(tmp_path)]
     done = subprocess.run(
-        [*command, *arguments],
+        mini_suite.command(tmp_path, *arguments),
+        env=mini_suite.environment(),
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,

@@ -86,8 +86,9 @@ MOST_WORKERS = 4
 
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
-#: PyTorch's and glibc's switches for large pages, wherever time is measured: with small ones two plain engines, side by
-#: side, were a tenth apart for as long as they lived, by where their memory happened to lie.
+#: PyTorch's and glibc's switches for large pages, where forwards are compared: with small ones two plain engines, side
+#: by side, were a tenth apart for as long as they lived, by where their memory happened to lie. Not for peers: memory
+#: that is touched once, as collected activations are, costs more on them.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 nox.needs_version = ">=2025.11"
@@ -407,7 +408,7 @@ def peers(session: nox.Session) -> None:
         TORCH_CPU_INDEX,
         *session.posargs,
         testing=True,
-        variables=LARGE_PAGES | ({"UV_FIND_LINKS": links} if links else {}),
+        variables={"UV_FIND_LINKS": links} if links else {},
     )
 
 

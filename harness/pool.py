@@ -154,8 +154,7 @@ class Engine:
             return self._reply(operation, timeout)
         except (UsageError, CaptureError, EngineError):
             raise
-        except BaseException:
-            # Interrupted while waiting: the reply would be taken for that of the next call.
+        except BaseException:  # Ctrl-C too: the reply would be taken for that of the next call
             self.kill()
             raise
 
@@ -310,7 +309,7 @@ class EnginePool:
         engine = Engine(config, process, ours, log, self._step_timeout)
         try:
             engine._boot(self._boot_timeout, lambda seconds: self._tell_booting(config, seconds))  # noqa: SLF001
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too must leave no engine behind, and no boot without an end
             engine.kill()
             self._tell_booted(config, None, str(error) or type(error).__name__, log)
             raise

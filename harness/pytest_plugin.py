@@ -291,8 +291,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     session.begin_case(case_id(item))
     try:
         result = yield
-    except BaseException as error:
-        # Ctrl-C, or pytest told to exit: the case says so, for one without an end would look like a killed process.
+    except BaseException as error:  # Ctrl-C, or pytest told to exit: without an end it would look killed
         session.end_case("error", message=f"interrupted ({type(error).__name__})", rerun=again)
         raise
     known = item.config.stash[LEDGER].of(case_id(item))

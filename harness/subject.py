@@ -145,9 +145,9 @@ class Subject:
         return AutoTokenizer.from_pretrained(self.config.path)
 
     def needs(self, module: str, what: str) -> None:
-        """Skip the case, in the class of missing machinery, unless a module can be imported here."""
+        """Skip the case, in the class of optional software that is missing, unless a module can be imported here."""
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"no-hardware: {what}")
+            pytest.skip(f"not-installed: {what}")
 
     def not_applicable(self, reason: str) -> Any:
         """Skip the case, in the class of things that make no sense for this model."""

@@ -92,8 +92,8 @@ class PeerProcess:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
             self._fail(f"did not finish {what} within {timeout:.0f} s and was killed")
-        except BaseException:
-            self.close()  # interrupted: the reply would be taken for that of the next command
+        except BaseException:  # Ctrl-C too: the reply would be taken for that of the next command
+            self.close()
             raise
         if line is None:
             self._fail(f"died during {what} after {time.monotonic() - started:.0f} s ({self._exit()})")

@@ -22,7 +22,7 @@ __all__ = ["OUTCOMES", "RESULTS", "SCHEMA", "SKIP_CLASSES", "RunStore", "dump", 
 SCHEMA = 1
 RESULTS = "results.jsonl"
 OUTCOMES = ("passed", "failed", "error", "skipped")
-SKIP_CLASSES = ("not-applicable", "no-hardware", "known-bug", "upstream-failed")
+SKIP_CLASSES = ("not-applicable", "not-installed", "no-hardware", "known-bug", "upstream-failed")
 
 #: Keys without which a record cannot be counted; everything else may be absent.
 _REQUIRED = {

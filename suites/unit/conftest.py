@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from harness.session import ParitySession
+
 
 class RedRun(NamedTuple):
     """A finished run whose cases failed."""
@@ -101,3 +103,14 @@ def another_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="module")
+def hf_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParitySession]:
+    """A run of the reference as the engine, for engines made in this process."""
+    from harness.plan import Plan
+    from harness.session import ParitySession
+
+    session = ParitySession(Plan(backend="hf"), tmp_path_factory.mktemp("run"), argv=[])
+    yield session
+    session.close()

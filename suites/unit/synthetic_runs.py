@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from harness.history import compare_runs, read_records
 from harness.store import RESULTS
 from suites.unit.synthetic_run import declaration, make_verdict, result, write_run
 
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from harness.history import Comparison
+
 N_CASES, LAYERS = 4, 3
+OTHER_TORCH = {"torch": "2.14.0+cpu"}
 
 
 def verdict_json(*, seed: int = 0, scale: float = 1.0, hook: str = "", **more: Any) -> dict[str, Any]:
@@ -69,3 +73,8 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | No
     records = [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]
     kept = [json.dumps(new) for record in records if (new := change(record)) is not None]
     (folder / RESULTS).write_text("".join(f"{line}\n" for line in kept))
+
+
+def compared(before: Path, after: Path, **options: Any) -> Comparison:
+    """The comparison of two folders."""
+    return compare_runs(read_records(before), read_records(after), **options)

@@ -130,3 +130,12 @@ def test_the_fixture_skips_what_is_not_declared_by_class_and_reason():
         parity.forward([[1], [2]], capture=[])
     with pytest.raises(pytest.skip.Exception, match=r"not-applicable: some declares no chunking"):
         parity.requires("chunking")
+
+
+def test_missing_software_is_a_class_of_its_own():
+    from harness.check import Parity
+
+    parity = Parity.__new__(Parity)
+    parity.needs("json", "never said")
+    with pytest.raises(pytest.skip.Exception, match="not-installed: no such thing here"):
+        parity.needs("no_module_of_this_name", "no such thing here")

@@ -25,7 +25,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 OPENS_WITHIN, NARROWS_WITHIN = 15.0, 3.0  # s
 TIMEOUT = 60_000  # ms
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no-hardware: no Chromium on PATH")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="not-installed: no Chromium on PATH")
 
 
 @pytest.fixture(scope="module")

@@ -163,3 +163,15 @@ def test_what_only_looks_like_a_secret_stays() -> None:
         "KEYS",
     ):
         assert redact_text(text) == text
+
+
+def test_each_class_of_skip_stands_by_itself(tmp_path: Path) -> None:
+    cases = [declaration(n) for n in range(3)]
+    records = [
+        result(cases[0]),
+        result(cases[1], "skipped", skip_class="no-hardware", reason="one GPU"),
+        result(cases[2], "skipped", skip_class="not-installed", reason="no Ray here"),
+    ]
+    page = report(tmp_path, cases, records)
+    assert "2 skipped with a reason: 1 no-hardware, 1 not-installed" in page.text
+    assert "1 no hardware, 1 not installed" in page.text

@@ -150,6 +150,7 @@ def test_which_run_is_meant(tmp_path: Path) -> None:
         (CaseResult("a", outcome="passed"), True),
         (CaseResult("a", outcome="failed"), True),
         (CaseResult("a", outcome="skipped", skip_class="no-hardware", reason="one GPU"), True),
+        (CaseResult("a", outcome="skipped", skip_class="not-installed", reason="no Ray here"), True),
         (CaseResult("a", outcome="skipped", skip_class="upstream-failed", reason="a"), False),
         (CaseResult("a", outcome="skipped", reason="just so"), False),
         (CaseResult("a", outcome="error"), False),

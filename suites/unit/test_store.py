@@ -247,11 +247,12 @@ def test_unwritable_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_every_case_is_counted_once(tmp_path: Path) -> None:
     write(
         tmp_path,
-        declared("a", "b", "c", "d", "e", "f"),
+        declared("a", "b", "c", "d", "e", "f", "g"),
         case("a"),
         case("b", "failed"),
         case("c", "error"),
         case("d", "skipped", skip_class="no-hardware", reason="needs 2 GPUs"),
+        case("g", "skipped", skip_class="not-installed", reason="no Ray here"),
         {"type": "started", "id": "e"},
     )
     counted = tally(read_run(tmp_path))
@@ -265,12 +266,13 @@ def test_every_case_is_counted_once(tmp_path: Path) -> None:
         suite.error,
         suite.lost,
         suite.not_run,
-    ) == (6, 2, 1, 1, 1, 1, 1)
+    ) == (7, 2, 1, 1, 1, 1, 1)
     assert suite.declared == suite.executed + suite.error + suite.lost + suite.not_run + suite.n_skipped
-    assert counted.to_json()["total"]["skipped"] == {"no-hardware": 1}
+    assert counted.to_json()["total"]["skipped"] == {"no-hardware": 1, "not-installed": 1}
 
 
 NO_HARDWARE = case("b", "skipped", skip_class="no-hardware", reason="needs 2 GPUs")
+NOT_INSTALLED = case("b", "skipped", skip_class="not-installed", reason="no Ray here")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +280,7 @@ NO_HARDWARE = case("b", "skipped", skip_class="no-hardware", reason="needs 2 GPU
     [
         ([declared("a", "b"), case("a"), case("b")], None),
         ([declared("a", "b"), case("a"), NO_HARDWARE], None),
+        ([declared("a", "b"), case("a"), NOT_INSTALLED], None),
         (
             [declared("a"), case("a", "error"), case("a")],
             None,

@@ -165,7 +165,8 @@ def _checkout(folder: Path) -> dict[str, Any] | None:
     top = _output(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
     if not top or Path(top).resolve() != folder.resolve():
         return None
-    status = _output(["git", "-C", str(folder), "status", "--porcelain"])
+    # No lock: one that is killed here would leave it lying in somebody's repository.
+    status = _output(["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain"])
     return {
         "commit": _output(["git", "-C", str(folder), "rev-parse", "HEAD"]),
         "dirty": None if status is None else bool(status),

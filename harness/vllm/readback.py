@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from harness.errors import CaptureError
 from harness.points import FINAL_NORM
 from harness.vllm import internals
 from harness.vllm.layout import Layout, Place, join_shares, verify_layout
-from harness.vllm.wire import decode_tensor
+from harness.vllm.lending import borrow, is_lent
+from harness.vllm.wire import decode_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +38,15 @@ class Readback:
         """Which rank serves what, as far as it has been seen."""
         return Layout([Place(*place) for place in internals.call_workers(self._llm, "tl_place")])
 
+    @cached_property
+    def near(self) -> bool:
+        """Whether every rank runs in another process of this machine whose memory this one can map."""
+        content = os.urandom(16)
+        lent = internals.call_workers(self._llm, "tl_lend", args=(content,))
+        found = all(is_lent(None if one is None else tuple(one), content) for one in lent)
+        internals.call_workers(self._llm, "tl_take_back")
+        return found
+
     def collect(
         self, names: Sequence[str], keys: Sequence[str], lengths: Sequence[int], *, edited: bool
     ) -> dict[str, list[torch.Tensor]]:
@@ -53,9 +64,9 @@ class Readback:
         # A call's captures may be as large as the step buffers themselves: nothing of them should lie there twice.
         release = [name for name in names if name != FINAL_NORM]  # logits are still to be made of that
         answers = internals.call_workers(
-            self._llm, "tl_read_blocks", args=(list(names), expected, bool(fresh), release)
+            self._llm, "tl_read_blocks", args=(list(names), expected, bool(fresh), release, self.near)
         )
-        by_rank = [_by_request(seen, blocks, expected) for seen, blocks in answers]
+        by_rank = [_by_request(seen, blocks, address, expected) for seen, blocks, address in answers]
         if fresh:
             fired = internals.call_workers(self._llm, "tl_fires_since_armed")
             verify_layout(self.layout, fresh, by_rank, fired, heads=self._heads)
@@ -76,9 +87,13 @@ class Readback:
 
 
 def _by_request(
-    seen: Sequence[str], blocks: Mapping[str, dict[str, Any]], lengths: Mapping[str, int]
+    seen: Sequence[str],
+    blocks: Mapping[str, dict[str, Any]],
+    address: Sequence[int] | None,
+    lengths: Mapping[str, int],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """One rank's blocks as request key → hook → (n, width): views, to be read only."""
+    lent = None if address is None else borrow((address[0], address[1], address[2]))
     counts = [lengths[key] for key in seen]
-    parts = {name: decode_tensor(block, copy=False).split(counts) for name, block in blocks.items()}
+    parts = {name: decode_block(block, lent).split(counts) for name, block in blocks.items()}
     return {key: {name: some[number] for name, some in parts.items()} for number, key in enumerate(seen)}

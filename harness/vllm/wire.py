@@ -18,8 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from harness.interventions import Edit
+    from harness.vllm.lending import Lent
 
-__all__ = ["decode_specs", "decode_tensor", "dtype_name", "encode_block", "encode_specs", "encode_tensor"]
+__all__ = [
+    "decode_block",
+    "decode_specs",
+    "decode_tensor",
+    "dtype_name",
+    "encode_block",
+    "encode_specs",
+    "encode_tensor",
+]
 
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
@@ -29,13 +38,36 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": dtype_name(flat.dtype), "shape": list(flat.shape), "data": data}
 
 
-def encode_block(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Pack tensors (n_i, width) of one dtype and width, one after the other, as one tensor; each is copied once."""
+def encode_block(parts: Sequence[torch.Tensor], lent: Lent | None = None) -> dict[str, Any]:
+    """Pack tensors (n_i, width) of one dtype and width, one after the other, as one tensor; each is copied once.
+
+    With ``lent`` the bytes lie there, and ``at`` says where they begin.
+    """
     total, width, dtype = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype
-    data = bytearray(total * width * dtype.itemsize)
-    if data:
+    size, packed = total * width * dtype.itemsize, {"dtype": dtype_name(dtype), "shape": [total, width]}
+    at, data = (0, bytearray(size)) if lent is None else lent.take(size)
+    if size:
         torch.cat(list(parts), out=torch.frombuffer(data, dtype=dtype).view(total, width))
-    return {"dtype": dtype_name(dtype), "shape": [total, width], "data": data}
+    return packed | ({"data": data} if lent is None else {"at": at})
+
+
+def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.Tensor:
+    """Undo :func:`encode_block`, (n, width): a view of its bytes, to be read only.
+
+    Raises:
+        ValueError: as :func:`decode_tensor`.
+    """
+    if lent is None:
+        return decode_tensor(payload, copy=False)
+    size = math.prod(payload["shape"]) * getattr(torch, payload["dtype"]).itemsize
+    return decode_tensor(
+        {
+            "dtype": payload["dtype"],
+            "shape": payload["shape"],
+            "data": lent[payload["at"] : payload["at"] + size],
+        },
+        copy=False,
+    )
 
 
 def decode_tensor(payload: Any, *, copy: bool = True) -> torch.Tensor:

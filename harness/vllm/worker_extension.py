@@ -9,6 +9,7 @@ from harness.errors import CaptureError
 from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
 from harness.vllm.accumulator import Accumulator
+from harness.vllm.lending import ALIGNMENT, Lent, lend
 from harness.vllm.wire import decode_specs, encode_block, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
@@ -37,6 +38,8 @@ class TLWorkerExtension(ParameterExtension):
     _taps: TapSet | None = None
     _accumulator: Accumulator
     _keys: dict[str, str]
+    #: Memory that the driver has not said it has mapped.
+    _lent: Lent | None = None
 
     def harness_init(self, taps: TapSet, spec: HarnessSpec) -> None:
         """Start with nothing captured, nothing edited and every tap idle."""
@@ -100,6 +103,7 @@ class TLWorkerExtension(ParameterExtension):
 
     def harness_release(self) -> None:
         """Forget everything that was installed and captured."""
+        self.tl_take_back()
         self._taps = None
         self._accumulator = Accumulator()
 
@@ -125,6 +129,7 @@ class TLWorkerExtension(ParameterExtension):
 
     def tl_reset_accumulators(self) -> None:
         """Forget all captures and go idle."""
+        self.tl_take_back()
         self._accumulator.reset()
         self._keys.clear()
 
@@ -210,9 +215,30 @@ class TLWorkerExtension(ParameterExtension):
             for key, request in self._requests(rows).items()
         }
 
+    def tl_lend(self, content: bytes) -> tuple[int, int, int] | None:
+        """Lend memory with this content, for the driver to try; None where this system has none to lend."""
+        self.tl_take_back()
+        try:
+            self._lent = lend(len(content))
+        except (OSError, AttributeError):
+            return None
+        self._lent.take(len(content))[1][:] = content
+        return self._lent.address
+
+    def tl_take_back(self) -> None:
+        """Let go of what was lent last; the driver keeps what it has mapped."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.forget()
+
     def tl_read_blocks(
-        self, names: list[str], rows: dict[str, int], replicas: bool, release: Collection[str]
-    ) -> tuple[list[str], dict[str, dict[str, Any]]]:
+        self,
+        names: list[str],
+        rows: dict[str, int],
+        replicas: bool,
+        release: Collection[str],
+        near: bool = False,
+    ) -> tuple[list[str], dict[str, dict[str, Any]], tuple[int, int, int] | None]:
         """Captures of all requests, one block per hook: what the driver reads.
 
         Args:
@@ -222,9 +248,11 @@ class TLWorkerExtension(ParameterExtension):
                 always send.
             release: hooks whose rows are let go of as soon as they are packed, so that they lie there once and not
                 twice; they cannot be read again.
+            near: the driver can map what :meth:`tl_lend` lends, so blocks are lent and not sent.
 
         Returns:
-            The keys of the requests this rank has seen, and hook → encoded (rows of all of them, width), in that order.
+            The keys of the requests this rank has seen; hook → encoded (rows of all of them, width), in that order; and
+            the address of the memory they lie in, None where they were sent.
 
         Raises:
             CaptureError: as :meth:`tl_read_batched_captures`.
@@ -233,13 +261,20 @@ class TLWorkerExtension(ParameterExtension):
         if not replicas and internals.place_of(self)[1] > 0:
             served = [name for name in served if self._installed().taps[name].spec.heads]
         blocks: dict[str, dict[str, Any]] = {}
+        size = sum(sum(rows[key] for key in requests) * self._row_bytes(name) + ALIGNMENT for name in served)
+        self.tl_take_back()
+        self._lent = lend(size) if near and size else None
         for name in served if requests else ():
             blocks[name] = encode_block(
-                [self.read_rows(request, name, rows[key]) for key, request in requests.items()]
+                [self.read_rows(request, name, rows[key]) for key, request in requests.items()], self._lent
             )
             if name in release:
                 self._accumulator.release(name)
-        return list(requests), blocks
+        return list(requests), blocks, None if self._lent is None else self._lent.address
+
+    def _row_bytes(self, name: str) -> int:
+        """Of one row as it is handed over, which is as it is captured."""
+        return int(self._installed().taps[name].rows[0].nbytes)
 
     def _requests(self, wanted: Collection[str] | None) -> dict[str, str]:
         """Key → the engine's id, of the requests that have one of the wanted keys; of all for None."""

@@ -1,0 +1,90 @@
+"""Memory that a worker fills and the driver maps: captured rows reach another process without being sent.
+
+The memory has no name (``memfd_create``), so nothing is left behind by whoever dies; the driver finds it under
+``/proc/<pid>/fd``. Whether it can is tried and not assumed: a rank on another machine or in another container cannot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ALIGNMENT", "Lent", "borrow", "is_lent", "lend"]
+
+#: Blocks begin at multiples of so many bytes: those of the widest dtype may follow those of the narrowest.
+ALIGNMENT = 64
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
+
+
+@dataclass
+class Lent:
+    """What one worker has lent: blocks one behind the other.
+
+    Attributes:
+        size: bytes, all told.
+        taken: bytes that have been handed out so far.
+    """
+
+    descriptor: int
+    memory: mmap.mmap
+    size: int
+    taken: int = 0
+
+    def take(self, nbytes: int) -> tuple[int, memoryview]:
+        """The next ``nbytes`` of it, to be written to, and where they begin."""
+        at = -(-self.taken // ALIGNMENT) * ALIGNMENT
+        self.taken = at + nbytes
+        return at, memoryview(self.memory)[at : self.taken]
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        """Process, descriptor and bytes, by which :func:`borrow` finds it."""
+        return os.getpid(), self.descriptor, self.size
+
+    def forget(self) -> None:
+        """Let go of it; whoever has mapped it keeps it."""
+        os.close(self.descriptor)
+
+
+def lend(size: int) -> Lent:
+    """So many bytes (at least one) that another process of this machine can map.
+
+    Raises:
+        OSError: the system has none to give.
+        AttributeError: it knows no such memory; Linux does.
+    """
+    descriptor = os.memfd_create("vllm-parity")
+    try:
+        os.ftruncate(descriptor, size)
+        return Lent(descriptor, mmap.mmap(descriptor, size), size)
+    except BaseException:  # nobody else knows the descriptor
+        os.close(descriptor)
+        raise
+
+
+def borrow(address: tuple[int, int, int]) -> memoryview:
+    """Map what a worker has lent, to be read only; it is unmapped with its last view.
+
+    Raises:
+        OSError: there is no such memory where this process is.
+    """
+    process, number, size = address
+    descriptor = os.open(Path("/proc", str(process), "fd", str(number)), os.O_RDONLY)
+    try:
+        # All of it will be read: its pages are mapped at once, and not one by one as they are met.
+        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    return memoryview(mapped)
+
+
+def is_lent(address: tuple[int, int, int] | None, content: bytes) -> bool:
+    """Whether another process has lent this one memory with just this content."""
+    if address is None or address[0] == os.getpid():
+        return False
+    try:
+        return bytes(borrow(address)) == content
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,86 @@
+"""Memory lent from one process to another: found, kept after it was taken back, read only."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.vllm.lending import ALIGNMENT, borrow, is_lent, lend
+from harness.vllm.wire import decode_block, encode_block
+
+PARTS = [torch.arange(6.0).view(2, 3), torch.full((1, 3), -1.0)]
+HALVES = [part.to(torch.bfloat16)[:1] for part in PARTS]
+
+
+def open_now() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def worker(pipe) -> None:
+    """Lend two blocks; take them back when told to, and say what is then left open."""
+    before = open_now()
+    lent = lend(4096)
+    pipe.send((lent.address, encode_block(HALVES, lent), encode_block(PARTS, lent)))
+    pipe.recv()
+    lent.forget()
+    del lent
+    pipe.send(open_now() - before)
+
+
+@pytest.fixture
+def lender():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_blocks_are_read_where_the_worker_left_them(lender) -> None:
+    address, halves, wholes = lender.recv()
+    assert wholes["at"] == ALIGNMENT
+    assert "data" not in wholes
+    lent = borrow(address)
+    assert torch.equal(decode_block(halves, lent), torch.cat(HALVES))
+    rows = decode_block(wholes, lent)
+    assert torch.equal(rows, torch.cat(PARTS))
+    lender.send("take it back")
+    assert lender.poll(60)
+    assert lender.recv() == 0
+    assert torch.equal(rows, torch.cat(PARTS))
+    with pytest.raises(OSError, match="No such file"):
+        borrow(address)
+
+
+def test_it_is_mapped_to_be_read_only(lender) -> None:
+    address, *_ = lender.recv()
+    with pytest.raises(TypeError, match="read-only"):
+        borrow(address)[0] = 1
+
+
+def test_only_another_process_with_the_same_memory_counts(lender) -> None:
+    address, *_ = lender.recv()
+    content = bytes(borrow(address))
+    assert is_lent(address, content)
+    assert not is_lent(address, content[:-1] + b"x")
+    assert not is_lent((address[0], 1000, address[2]), content)
+    assert not is_lent(None, content)
+    own = lend(4)
+    try:
+        own.take(4)[1][:] = b"mine"
+        assert bytes(borrow(own.address)) == b"mine"
+        assert not is_lent(own.address, b"mine")
+    finally:
+        own.forget()
+
+
+def test_sent_blocks_are_read_as_before() -> None:
+    assert torch.equal(decode_block(encode_block(PARTS), None), torch.cat(PARTS))

@@ -79,8 +79,9 @@ POINTER = ENVDIR / "location"
 #: Inside the environment: written last, so an installation that was cut short has none.
 STAMP = "vllm-parity-stamp.json"
 
-#: Memory that a worker needs at most, in KiB: 3 GiB of reference, two engines of up to four ranks, one that is planted.
-WORKER_KIB = 12 << 20
+#: Memory to be free for each worker, in KiB. Two of them took 16 GiB at most in a whole run: 4 each for references and
+#: what was found, the rest for engines, of four ranks some.
+WORKER_KIB = 10 << 20
 #: So many workers at most.
 MOST_WORKERS = 4
 

@@ -87,10 +87,10 @@ MOST_WORKERS = 4
 
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
-#: PyTorch's and glibc's switches for large pages, where forwards are compared: with small ones two plain engines, side
-#: by side, were a tenth apart for as long as they lived, by where their memory happened to lie. Not for peers: memory
-#: that is touched once, as collected activations are, costs more on them.
-LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+#: PyTorch's switch for large pages, where forwards are compared: with small ones two plain engines, side by side, were a
+#: tenth apart for as long as they lived, by where their memory happened to lie. Not glibc's, and not for peers: memory
+#: that is touched once, as collected activations are, costs more on large pages, and most where memory is in pieces.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv|virtualenv"

@@ -80,8 +80,8 @@ POINTER = ENVDIR / "location"
 STAMP = "vllm-parity-stamp.json"
 
 #: Memory to be free for each worker, in KiB. Two of them took 16 GiB at most in a whole run: 4 each for references and
-#: what was found, the rest for engines, of four ranks some. Half as much again is asked for: a case that memory runs out
-#: on is lost.
+#: what was found, the rest for engines, of four ranks some. Half as much again is asked for: where memory runs out a
+#: case is lost.
 WORKER_KIB = 12 << 20
 #: So many workers at most.
 MOST_WORKERS = 4

@@ -30,6 +30,7 @@ __all__ = [
     "EditOnePositionLate",
     "EditOutsideCapture",
     "EditSkippedInLaterChunks",
+    "OverflowLeft",
 ]
 
 
@@ -169,3 +170,10 @@ class EditCancelled(CaptureWorker):
         delta = torch.where(changed, edited - residual, sites.emitted_rows(value[0]))
         sites.keep(site, module, delta + residual)
         return (delta.reshape(value[0].shape), *value[1:])
+
+
+class OverflowLeft(CaptureWorker):
+    """What a request that overflowed has left in the KV cache stays there."""
+
+    def cleanse(self) -> None:
+        """Leave it."""

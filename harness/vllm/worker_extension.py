@@ -40,6 +40,8 @@ class TLWorkerExtension(ParameterExtension):
     _keys: dict[str, str]
     #: Memory that the driver has not said it has mapped.
     _lent: Lent | None = None
+    #: Whether a request has left numbers that are not finite, in the KV cache too.
+    _spoilt = False
 
     def harness_init(self, taps: TapSet, spec: HarnessSpec) -> None:
         """Start with nothing captured, nothing edited and every tap idle."""
@@ -66,6 +68,7 @@ class TLWorkerExtension(ParameterExtension):
         taps.edit_step(self.program_rows(shares))
         try:
             yield
+            self._spoilt = self._spoilt or not taps.is_finite(total)
             if not self._accumulator.armed:
                 return
             self._steps_since_arm += 1
@@ -130,6 +133,7 @@ class TLWorkerExtension(ParameterExtension):
     def tl_reset_accumulators(self) -> None:
         """Forget all captures and go idle."""
         self.tl_take_back()
+        self.cleanse()
         self._accumulator.reset()
         self._keys.clear()
 
@@ -152,6 +156,7 @@ class TLWorkerExtension(ParameterExtension):
 
     def _set_edits(self, specs: Mapping[str | None, dict[str, Any]]) -> None:
         self.clear_edits()
+        self.cleanse()
         if not specs:
             return
         requests = parse_interventions(
@@ -164,6 +169,12 @@ class TLWorkerExtension(ParameterExtension):
         plan = plan_programs(requests, limit=self._installed().max_programs)
         self.load_edits(plan)
         self._ranges = {key: ranges for key, ranges in zip(specs, plan.ranges, strict=True) if ranges}
+
+    def cleanse(self) -> None:
+        """Let no request find what an overflow of another left: blocks of the KV cache are used again as they are."""
+        if self._spoilt:
+            internals.cleanse_kv_cache(self)
+            self._spoilt = False
 
     def load_edits(self, plan: Plan) -> None:
         """Fill the tables of this rank's taps."""

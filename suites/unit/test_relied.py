@@ -22,9 +22,11 @@ def test_a_method_that_moved_is_named(monkeypatch):
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     monkeypatch.delattr(GPUModelRunner, "_model_forward")
-    assert relied.missing("cpu") == [
-        "vllm.v1.worker.gpu_model_runner.GPUModelRunner has no _model_forward, for knowing whose rows a step computes"
-    ]
+    [line] = relied.missing("cpu")
+    assert line == (
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner has no _model_forward, "
+        "for knowing whose rows a step computes, and what requests leave behind"
+    )
 
 
 def test_a_class_that_moved_is_named(monkeypatch):

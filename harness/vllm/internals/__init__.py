@@ -34,6 +34,7 @@ from harness.vllm.internals.steps import (
 from harness.vllm.internals.worker import (
     activation_dtype,
     base_worker_class,
+    cleanse_kv_cache,
     is_traced,
     model_of,
     place_of,
@@ -51,6 +52,7 @@ __all__ = [
     "base_worker_class",
     "call_workers",
     "called_directly",
+    "cleanse_kv_cache",
     "compute_logits",
     "extract_hf_config",
     "finished_requests",

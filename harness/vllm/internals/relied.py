@@ -61,8 +61,8 @@ RELIED = (
     Relied("vllm.v1.worker.gpu_worker.Worker", ("model_runner",), "installing taps", platform="cuda"),
     Relied(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-        ("_model_forward", "execute_model", "get_model", "input_batch", "intermediate_tensors"),
-        "knowing whose rows a step computes",
+        ("_model_forward", "execute_model", "get_model", "input_batch", "intermediate_tensors", "kv_caches"),
+        "knowing whose rows a step computes, and what requests leave behind",
     ),
     Relied(
         "vllm.v1.worker.gpu_input_batch.InputBatch",

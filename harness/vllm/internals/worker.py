@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "activation_dtype",
     "base_worker_class",
+    "cleanse_kv_cache",
     "is_traced",
     "model_of",
     "place_of",
@@ -55,6 +56,19 @@ def runner_name(worker: Any) -> str:
 def step_budget(worker: Any) -> int:
     """Most tokens one step may schedule (``scheduler_config.max_num_batched_tokens``)."""
     return int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def cleanse_kv_cache(worker: Any) -> None:
+    """Set every number of the KV cache that is not finite to zero (``model_runner.kv_caches``).
+
+    A block is handed to the next request as the last one left it. Positions past that request's end get no weight in
+    attention, but on CPU zero times NaN is still added up.
+    """
+    import torch
+
+    for cache in worker.model_runner.kv_caches:
+        if isinstance(cache, torch.Tensor) and cache.dtype in {torch.float32, torch.float16, torch.bfloat16}:
+            torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def model_of(worker: Any) -> nn.Module:

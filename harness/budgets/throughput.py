@@ -117,11 +117,5 @@ def paired(base: Callable[[], float], other: Callable[[], float], *, rounds: int
         rounds: pairs that count.
         warm_up: pairs before them that do not.
     """
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for number in range(warm_up + rounds):
-        order = (0, 1) if number % 2 else (1, 0)
-        took = {which: (base, other)[which]() for which in order}
-        if number >= warm_up:
-            seconds[0].append(took[0])
-            seconds[1].append(took[1])
-    return Paired(tuple(seconds[0]), tuple(seconds[1]))
+    turns = sided([other], [base], rounds=rounds, warm_up=warm_up)  # the other begins
+    return Paired(turns.other[0], turns.base[0])

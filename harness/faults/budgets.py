@@ -52,9 +52,8 @@ class Slow(CaptureWorker):
     @staticmethod
     def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Copy it again and again, then keep it as it should be."""
-        _copied(
-            sites.whole_rows(site, value)[1]
-        )  # kept once: a hook that fires thirty times is another fault
+        # Kept once: a hook that fires thirty times a forward is another fault.
+        _copied(sites.whole_rows(site, value)[1])
         return sites.tap_hook(site, module, value)
 
 

@@ -149,7 +149,7 @@ class StageBorderEarly(CaptureWorker):
         """The layer before."""
         taken = super().take_rows(total)
         if BORDER in taken:
-            taken |= {BORDER: self._installed().take(["blocks.0.hook_out"], total)["blocks.0.hook_out"]}
+            taken[BORDER] = self._installed().take(["blocks.0.hook_out"], total)["blocks.0.hook_out"]
         return taken
 
 

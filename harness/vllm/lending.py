@@ -10,6 +10,10 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["ALIGNMENT", "Lent", "borrow", "is_lent", "lend"]
 
@@ -64,7 +68,7 @@ def lend(size: int) -> Lent:
         raise
 
 
-def borrow(address: tuple[int, int, int]) -> memoryview:
+def borrow(address: Sequence[int]) -> memoryview:
     """Map what a worker has lent, to be read only; it is unmapped with its last view.
 
     Raises:
@@ -80,7 +84,7 @@ def borrow(address: tuple[int, int, int]) -> memoryview:
     return memoryview(mapped)
 
 
-def is_lent(address: tuple[int, int, int] | None, content: bytes) -> bool:
+def is_lent(address: Sequence[int] | None, content: bytes) -> bool:
     """Whether another process has lent this one memory with just this content."""
     if address is None or address[0] == os.getpid():
         return False

@@ -43,7 +43,7 @@ class Readback:
         """Whether every rank runs in another process of this machine whose memory this one can map."""
         content = os.urandom(16)
         lent = internals.call_workers(self._llm, "tl_lend", args=(content,))
-        found = all(is_lent(None if one is None else tuple(one), content) for one in lent)
+        found = all(is_lent(one, content) for one in lent)
         internals.call_workers(self._llm, "tl_take_back")
         return found
 
@@ -93,7 +93,7 @@ def _by_request(
     lengths: Mapping[str, int],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """One rank's blocks as request key → hook → (n, width): views, to be read only."""
-    lent = None if address is None else borrow((address[0], address[1], address[2]))
+    lent = None if address is None else borrow(address)
     counts = [lengths[key] for key in seen]
     parts = {name: decode_block(block, lent).split(counts) for name, block in blocks.items()}
     return {key: {name: some[number] for name, some in parts.items()} for number, key in enumerate(seen)}

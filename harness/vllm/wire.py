@@ -41,14 +41,14 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 def encode_block(parts: Sequence[torch.Tensor], lent: Lent | None = None) -> dict[str, Any]:
     """Pack tensors (n_i, width) of one dtype and width, one after the other, as one tensor; each is copied once.
 
-    With ``lent`` the bytes lie there, and ``at`` says where they begin.
+    With ``lent`` they lie there: ``at`` says where they begin, and ``bytes`` how many they are.
     """
     total, width, dtype = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype
     size, packed = total * width * dtype.itemsize, {"dtype": dtype_name(dtype), "shape": [total, width]}
     at, data = (0, bytearray(size)) if lent is None else lent.take(size)
     if size:
         torch.cat(list(parts), out=torch.frombuffer(data, dtype=dtype).view(total, width))
-    return packed | ({"data": data} if lent is None else {"at": at})
+    return packed | ({"data": data} if lent is None else {"at": at, "bytes": size})
 
 
 def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.Tensor:
@@ -59,15 +59,8 @@ def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.T
     """
     if lent is None:
         return decode_tensor(payload, copy=False)
-    size = math.prod(payload["shape"]) * getattr(torch, payload["dtype"]).itemsize
-    return decode_tensor(
-        {
-            "dtype": payload["dtype"],
-            "shape": payload["shape"],
-            "data": lent[payload["at"] : payload["at"] + size],
-        },
-        copy=False,
-    )
+    data = lent[payload["at"] : payload["at"] + payload["bytes"]]
+    return decode_tensor({**payload, "data": data}, copy=False)
 
 
 def decode_tensor(payload: Any, *, copy: bool = True) -> torch.Tensor:

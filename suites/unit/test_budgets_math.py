@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -95,16 +96,19 @@ def test_blocks_lie_where_vllm_puts_them(layers: int, stages: int) -> None:
     ]
 
 
+def timed(order: list[str], name: str, seconds: float):
+    """Something that takes so many seconds, and says that it was its turn."""
+
+    def run() -> float:
+        order.append(name)
+        return seconds
+
+    return run
+
+
 def test_pairs_take_turns() -> None:
-    order = []
-
-    def way(name: str, seconds: float):
-        def run() -> float:
-            order.append(name)
-            return seconds
-
-        return run
-
+    order: list[str] = []
+    way = functools.partial(timed, order)
     found = paired(way("a", 2.0), way("b", 3.0), rounds=4, warm_up=1)
     assert found == Paired((2.0,) * 4, (3.0,) * 4)
     assert found.ratio == 1.5
@@ -118,15 +122,8 @@ def test_one_slow_round_does_not_decide() -> None:
 
 
 def test_kinds_take_turns_and_each_engine_begins_a_round() -> None:
-    order = []
-
-    def way(name: str, seconds: float):
-        def run() -> float:
-            order.append(name)
-            return seconds
-
-        return run
-
+    order: list[str] = []
+    way = functools.partial(timed, order)
     found = sided(
         [way("a", 1.0), way("b", 3.0)], [way("x", 3.0), way("y", 3.0), way("z", 6.0)], rounds=5, warm_up=0
     )

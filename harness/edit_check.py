@@ -22,7 +22,6 @@ import torch
 from harness.logit_check import greedy_problems
 from harness.parity.reach import reach
 from harness.parity.text import failure_message
-from harness.parity.verdict import compare
 from harness.points import BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
 from harness.results import NO_TOKEN
@@ -110,7 +109,7 @@ def _untouched(call: EditedCall) -> None:
         reach(edits, n_layers=parity.n_layers, n_rows=n_rows, same_tokens=same)
         for edits, n_rows, same in zip(call.edits, call.clean.lengths, call.same_tokens, strict=True)
     ]
-    names = list(call.clean.captured)
+    names = call.clean.hooks
     untouched = {name: [~mask[name] for mask in masks] for name in names}
     found = _first_difference(call.clean.rows_by_hook(), call.edited.rows_by_hook(), untouched)
     count = sum(int(mask.sum()) for name in names for mask in untouched[name])
@@ -170,7 +169,7 @@ def _exact(call: EditedCall) -> None:
 
 def _references(call: EditedCall, more_for: Sequence[int] = ()) -> tuple[Pair, Pair]:
     """The reference with the edits on the edited tokens, and without them on the clean ones."""
-    names = list(call.clean.captured)
+    names = call.clean.hooks
     with_edits = call.parity.reference(
         teacher_forced(call.prompts, call.edited.new_tokens),
         names,
@@ -188,21 +187,16 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     parity = call.parity
 
     def judge(pair: Pair, *, explain: bool) -> CaseVerdict:
-        return compare(
+        return parity.compare(
+            call.prompts,
             call.edited.rows_by_hook(),
             pair.truth.captured,
             [run.captured for run in pair.same],
-            dtype=parity.config.dtype,
-            n_layers=parity.n_layers,
-            k=parity.k,
             noise=parity.noise,
             explain=explain,
-            step=parity.step,
             edits=_vectors(call),
             unedited=without.truth.captured,
             kept=_kept(call),
-            prompt_lengths=[len(prompt) for prompt in call.prompts],
-            final_norm_weight=parity.final_norm_weight,
         )
 
     verdict = judge(with_edits, explain=False)
@@ -269,18 +263,13 @@ def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
         def keep(rows: Rows) -> Rows:
             return {name: _masked(rows[name], bites[name]) for name in hooks}
 
-        return compare(
+        return parity.compare(
+            call.prompts,
             keep(engine),
             keep(truth),
             [keep(one) for one in same],
-            dtype=parity.config.dtype,
-            n_layers=parity.n_layers,
-            k=parity.k,
             check_dtype=False,
             explain=explain,
-            step=parity.step,
-            prompt_lengths=[len(prompt) for prompt in call.prompts],
-            final_norm_weight=parity.final_norm_weight,
         )
 
     verdict = judge(truth, same, explain=False)

@@ -73,7 +73,7 @@ class Judged(Subject):
         Decode rows are judged with the engine's own tokens fed to the reference, so one early flip of a near tie does
         not void the rest.
         """
-        sequences, names = teacher_forced(prompts, result.new_tokens), list(result.captured)
+        sequences, names = teacher_forced(prompts, result.new_tokens), result.hooks
         rows = result.rows_by_hook()
         verdict, truth = self._settled(prompts, sequences, rows, edits)
         self.record(
@@ -133,21 +133,46 @@ class Judged(Subject):
     ) -> tuple[CaseVerdict, dict[str, list[torch.Tensor]]]:
         """The verdict and the truth; ``again`` names the requests that failed before, and asks for an explanation."""
         pair = self.reference(sequences, names, edits=edits, more_for=again or ())
-        verdict = compare(
+        verdict = self.compare(
+            prompts,
             rows,
             pair.truth.captured,
             [run.captured for run in pair.same],
+            noise=self.noise,
+            explain=again is not None,
+            earlier=self._judged,
+        )
+        return verdict, pair.truth.captured
+
+    def compare(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Captures,
+        truth: Captures,
+        same: Sequence[Captures],
+        **options: Any,
+    ) -> CaseVerdict:
+        """:func:`harness.parity.verdict.compare` with what holds for every call of this engine; nothing is recorded.
+
+        Args:
+            prompts: what the call was given.
+            rows: of the engine, hook → one (n_i, width) per request.
+            truth: of the reference, likewise.
+            same: its realisations, likewise.
+            options: the rest, as that function takes it.
+        """
+        return compare(
+            rows,
+            truth,
+            same,
             dtype=self.config.dtype,
             n_layers=self.n_layers,
             k=self.k,
-            noise=self.noise,
-            explain=again is not None,
             step=self.step,
-            earlier=self._judged,
             prompt_lengths=[len(prompt) for prompt in prompts],
             final_norm_weight=self.final_norm_weight,
+            **options,
         )
-        return verdict, pair.truth.captured
 
     def _sides(
         self,

@@ -7,7 +7,8 @@ twice. They are joined by exact request key and absolute position and by nothing
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from harness.points import REBUILT_TEMPLATES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["NO_TOKEN", "ForwardResult", "Segment", "join_segments", "match_request_id", "pad_rows"]
+__all__ = ["NO_TOKEN", "ForwardResult", "Ragged", "Segment", "join_segments", "match_request_id", "pad_rows"]
 
 
 #: Stands for the new token of a backend that has neither tokens nor logits; it is never fed to anything.
@@ -28,13 +29,53 @@ _SQUARE = tuple(template.partition("{i}")[2] for template in REBUILT_TEMPLATES)
 
 
 @dataclass
+class Ragged:
+    """Captures as they came, each request's rows for themselves.
+
+    Attributes:
+        names: hooks, in forward order.
+        rows: hook → one (n_i, width) per request; emptied as they are padded.
+        whole: hook → (batch, heads, seq, seq), of the hooks that have no rows.
+        starts, columns: where :func:`pad_rows` is to put the rows.
+        heads: hook → heads that its rows are made of.
+    """
+
+    names: Sequence[str]
+    rows: dict[str, list[torch.Tensor]]
+    whole: Mapping[str, torch.Tensor]
+    starts: Sequence[int]
+    columns: int
+    heads: Mapping[str, int]
+
+    def padded(self) -> dict[str, torch.Tensor]:
+        """Hook → (batch, seq, width) or, made of heads, (batch, seq, heads, head_dim).
+
+        Each hook's rows are let go of once they are padded, so that a call's captures never lie there twice.
+        """
+        place: dict[str, Any] = {"starts": self.starts, "columns": self.columns}
+        return {
+            name: self.whole[name]
+            if name in self.whole
+            else self._by_head(name, pad_rows(self.rows.pop(name), **place))
+            for name in self.names
+        }
+
+    def row(self, name: str, request: int) -> torch.Tensor | None:
+        """One request's rows, (n, width) or (n, heads, head_dim); None where they are no longer here or never were."""
+        return self._by_head(name, self.rows[name][request]) if name in self.rows else None
+
+    def _by_head(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(-1, (self.heads[name], -1)) if name in self.heads else rows
+
+
 class ForwardResult:
     """One forward over a batch.
 
+    Args:
+        captured: what :attr:`captured` is, or what it is made of once somebody asks for it.
+
     Attributes:
-        captured: hook name → (batch, seq, width), or (batch, seq, heads, head_dim) where rows are made of heads, at the
-            engine's dtype, on CPU, zeros right of each row's end; attention scores and patterns (batch, heads, seq of
-            queries, seq of keys), -inf and 0 where nothing is seen.
+        hooks: names of what was captured, in forward order.
         lengths: rows per request: prompt tokens plus fed-back decode tokens (``n_prompt + k - 1``).
         new_tokens: greedy token ids per request, ``k`` each; :data:`NO_TOKEN` from a backend that makes none.
         logits: (batch, seq, d_vocab) fp32, -inf on padding; None where none were asked for.
@@ -44,26 +85,48 @@ class ForwardResult:
         prompts: the real token ids that were run, without padding.
     """
 
-    captured: dict[str, torch.Tensor]
-    lengths: list[int]
-    new_tokens: list[list[int]]
-    logits: torch.Tensor | None = None
-    raw_output: Any = None
-    stats: dict[str, Any] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
+    def __init__(
+        self,
+        captured: dict[str, torch.Tensor] | Ragged,
+        lengths: list[int],
+        new_tokens: list[list[int]],
+        *,
+        logits: torch.Tensor | None = None,
+        raw_output: Any = None,
+        stats: dict[str, Any] | None = None,
+        starts: list[int] | None = None,
+        prompts: list[list[int]] | None = None,
+    ) -> None:
+        self._given = captured
+        self.hooks = list(captured.names if isinstance(captured, Ragged) else captured)
+        self.lengths = lengths
+        self.new_tokens = new_tokens
+        self.logits = logits
+        self.raw_output = raw_output
+        self.stats = stats or {}
+        self.starts = starts or [0] * len(lengths)
+        self.prompts = prompts or []
 
-    def __post_init__(self) -> None:
-        """Rows begin in the first column unless said otherwise."""
-        self.starts = self.starts or [0] * len(self.lengths)
+    @cached_property
+    def captured(self) -> dict[str, torch.Tensor]:
+        """Hook name → (batch, seq, width), or (batch, seq, heads, head_dim) where rows are made of heads, at the
+        engine's dtype, on CPU, zeros right of each row's end; attention scores and patterns (batch, heads, seq of
+        queries, seq of keys), -inf and 0 where nothing is seen.
+
+        Of requests of unlike lengths it is larger than what was captured, and making it takes as long as a copy; where
+        each request is looked at for itself, :meth:`rows` does without.
+        """  # noqa: D205 - the value is the summary
+        return self._given.padded() if isinstance(self._given, Ragged) else self._given
 
     def rows(self, hook: str, request: int) -> torch.Tensor:
-        """The real rows of one request, without padding.
+        """The real rows of one request, without padding: a view, which keeps alive what else the call captured.
 
         Returns:
             (n_rows, width), or (n_rows, heads, head_dim); of scores and patterns (n_rows, heads, n_rows): a row per
             query.
         """
+        if isinstance(self._given, Ragged) and (found := self._given.row(hook, request)) is not None:
+            return found
         here = self._span(request)
         if hook.endswith(_SQUARE):
             return self.captured[hook][request, :, here, here].transpose(0, 1)
@@ -72,7 +135,7 @@ class ForwardResult:
     def rows_by_hook(self) -> dict[str, list[torch.Tensor]]:
         """All captures without padding, heads one after the other: hook → one (n_rows, width) per request."""
         return {
-            hook: [self.rows(hook, i).flatten(1) for i in range(len(self.lengths))] for hook in self.captured
+            hook: [self.rows(hook, i).flatten(1) for i in range(len(self.lengths))] for hook in self.hooks
         }
 
     def logit_rows(self, request: int) -> torch.Tensor:

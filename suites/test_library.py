@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.probes import library, run_probe
+from suites.probes import lent_rows, library, run_probe
 
 
 @pytest.mark.parity(tokenizer=True, backends=("vllm",), dtypes=("fp32",), smoke={"modes": ("eager",)})
@@ -36,3 +36,18 @@ def test_a_bridge_on_a_real_engine(parity):
     assert len(found["refused"]) == 2
     assert all("needs logits at every position" in message for message in found["refused"])
     parity.note("bridge", next_token=found["next"], loss=found["loss"][0], generated=found["generated"])
+
+
+@pytest.mark.parity(
+    models=("tiny-llama",), backends=("vllm",), dtypes=("fp32",), steps=(64,), smoke={"modes": ("eager",)}
+)
+def test_rows_are_the_caller_s(parity):
+    """Rows that an engine in another process lent stay as they are when it goes on, when it ends, and when one writes.
+
+    Memory that is lent a second time is caught: the earlier call's rows change.
+    """
+    found = run_probe(lent_rows, parity.config.path, parity.config.mode, "harness.vllm.worker.CaptureWorker")
+    assert all(found.values()), found
+    found = run_probe(lent_rows, parity.config.path, parity.config.mode, "harness.faults.workers.LoanReused")
+    assert not found["kept"], "memory was lent twice, and nothing of it was seen"
+    parity.note("LoanReused", caught_by="rows of the call before", message="they changed")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness import points
+from harness.vllm.lending import Lent, lend
 from harness.vllm.spec import HarnessSpec
 from harness.vllm.worker import CaptureWorker
 
@@ -26,6 +27,7 @@ __all__ = [
     "DecodeOverwritesPrefill",
     "LateHooks",
     "LayerOffByOne",
+    "LoanReused",
     "PostWeightNorm",
     "ResidualHalfDropped",
     "RowsOffByOne",
@@ -35,6 +37,10 @@ __all__ = [
     "Tires",
     "ZerosServed",
 ]
+
+
+#: Bytes that hold any call of the tests.
+LOAN = 64 << 20
 
 
 class _WrongSpec(CaptureWorker):
@@ -135,6 +141,21 @@ class DecodeOverwritesPrefill(CaptureWorker):
         for target, source in enumerate(decoded):
             rows[target] = rows[source].clone()
         return rows
+
+
+class LoanReused(CaptureWorker):
+    """Memory that was lent is filled again, under the rows that the caller still holds."""
+
+    _loan: Lent | None = None
+
+    def tl_read_blocks(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, tuple[int, int, int] | None]:
+        """Move what is lent to where the call before was lent."""
+        seen, blocks, address = super().tl_read_blocks(*args, **kwargs)
+        if self._lent is None:
+            return seen, blocks, address
+        self._loan = self._loan or lend(LOAN)
+        self._loan.memory[: self._lent.size] = self._lent.memory[:]
+        return seen, blocks, self._loan.address
 
 
 class Tires(CaptureWorker):

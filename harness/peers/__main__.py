@@ -170,7 +170,7 @@ def _launch(peer: Peer, arguments: argparse.Namespace) -> Launch:
     return Launch(
         record,
         (os.fspath(venv.python), os.fspath(LAUNCH), peer.runner),
-        peer_environment(arguments.threads, peer.plugins),
+        {**peer_environment(arguments.threads, peer.plugins), **dict(peer.environment)},
         peer.collects,
     )
 

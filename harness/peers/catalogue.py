@@ -17,6 +17,7 @@ class Peer:
         runner: module in ``harness/peers/runners``.
         requirements: file in ``requirements/peers``, without its ending; None: the shared environment is enough.
         plugins: vLLM's general plugins it needs, as ``VLLM_PLUGINS`` takes them.
+        environment: variables of its own, by name and value.
         forced: pins that refuse this Python and are pure Python: installed all the same, and said so.
         collects: False for what only shows how fast it could be.
         note: what a reader has to know beside the figures.
@@ -27,6 +28,7 @@ class Peer:
     runner: str
     requirements: str | None = None
     plugins: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
     forced: tuple[str, ...] = field(default=())
     collects: bool = True
     note: str = ""
@@ -37,7 +39,20 @@ OURS, LIMIT = "harness", "vllm"
 
 PEERS = (
     Peer(LIMIT, "plain vLLM", "vllm_plain", collects=False, note="collects nothing: the limit"),
-    Peer(OURS, "this harness on vLLM", "harness_vllm"),
+    Peer(
+        OURS,
+        "this harness on vLLM",
+        "harness_vllm",
+        note="it boots its engine with large pages for PyTorch's memory (THP_MEM_ALLOC_ENABLE=1), which the others do not",
+    ),
+    Peer(
+        "harness-in-process",
+        "this harness, vLLM in the caller's process",
+        "harness_vllm",
+        environment=(("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),),
+        note="vLLM's own switch, VLLM_ENABLE_V1_MULTIPROCESSING=0: nothing has to reach another process, and where the "
+        "engine crashes, so does the caller",
+    ),
     Peer(
         "hf-hidden-states",
         "transformers, output_hidden_states",
@@ -66,7 +81,7 @@ PEERS = (
         "transformer_lens_vllm",
         "transformer-lens",
         plugins="tl_vllm_capture",
-        note="on this vLLM, outside the releases it asks for",
+        note="on this vLLM, outside the releases it asks for; its engine runs in the caller's process",
     ),
     Peer(
         "transformer-lens-own-vllm",

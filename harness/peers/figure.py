@@ -100,7 +100,7 @@ def _labels(scale: float, top: float, bottom: int) -> str:
 
 def _drawn(bar: _Bar, number: int, scale: float) -> str:
     middle = _TOP + _ROW * number + _ROW // 2
-    kind = "bad" if bar.peer.state == WRONG else "ours" if bar.peer.name == OURS else "bar"
+    kind = "bad" if bar.peer.state == WRONG else "ours" if bar.peer.name.startswith(OURS) else "bar"
     title = bar.peer.title + (" (wrong values)" if bar.peer.state == WRONG else "")
     parts = [f'<text class="end" x="{_LEFT - 10}" y="{middle + 5}">{escape(title)}</text>']
     end = bar.plain or 0.0

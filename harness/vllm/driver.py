@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from harness import points
 from harness.errors import CaptureError, UsageError
 from harness.points import FINAL_NORM
-from harness.results import ForwardResult, pad_rows
+from harness.results import ForwardResult, Ragged
 from harness.tokens import check_prompts
 from harness.vllm import internals
 from harness.vllm.call import Limits, check_stops
@@ -169,14 +169,9 @@ class VLLMDriver:
                 else self._logits.last_rows(outputs, call.prompts, lengths, **place)
             )
         found = self._patterns.rebuilt(names, captured, **place)
-        # Each hook's rows are let go of once they are padded, so that a call's captures never lie there twice.
-        found |= {
-            name: self._by_head(name, pad_rows(captured.pop(name), **place))
-            for name in names
-            if name not in found
-        }
+        kept = {name: captured[name] for name in names if name not in found}
         return ForwardResult(
-            {name: found[name] for name in names},
+            Ragged(names, kept, found, call.starts, call.columns, self._heads),
             lengths,
             new_tokens,
             logits=logits,
@@ -190,10 +185,6 @@ class VLLMDriver:
             starts=call.starts,
             prompts=call.prompts,
         )
-
-    def _by_head(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, width) as (batch, seq, heads, head_dim) where rows are made of heads."""
-        return rows.unflatten(-1, (self._heads[name], -1)) if name in self._heads else rows
 
     def _alive(self) -> None:
         if self._closed:

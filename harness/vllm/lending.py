@@ -6,6 +6,7 @@ The memory has no name (``memfd_create``), so nothing is left behind by whoever 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ __all__ = ["ALIGNMENT", "Lent", "borrow", "is_lent", "lend"]
 
 #: Blocks begin at multiples of so many bytes: those of the widest dtype may follow those of the narrowest.
 ALIGNMENT = 64
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
+#: ``MADV_POPULATE_READ``, which Python has no name for.
+_POPULATE_READ = 22
 
 
 @dataclass
@@ -69,7 +71,7 @@ def lend(size: int) -> Lent:
 
 
 def borrow(address: Sequence[int]) -> memoryview:
-    """Map what a worker has lent, to be read only; it is unmapped with its last view.
+    """Map what a worker has lent, to be read and, for oneself alone, written to; it is unmapped with its last view.
 
     Raises:
         OSError: there is no such memory where this process is.
@@ -77,10 +79,12 @@ def borrow(address: Sequence[int]) -> memoryview:
     process, number, size = address
     descriptor = os.open(Path("/proc", str(process), "fd", str(number)), os.O_RDONLY)
     try:
-        # All of it will be read: its pages are mapped at once, and not one by one as they are met.
-        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
+        # What is written to is copied first, page by page: a caller may change its rows, and nobody else sees it.
+        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)
+    with contextlib.suppress(OSError):  # Linux before 5.14 does not know it, and maps pages as they are met
+        mapped.madvise(_POPULATE_READ)
     return memoryview(mapped)
 
 

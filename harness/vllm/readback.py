@@ -92,7 +92,7 @@ def _by_request(
     address: Sequence[int] | None,
     lengths: Mapping[str, int],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """One rank's blocks as request key → hook → (n, width): views, to be read only."""
+    """One rank's blocks as request key → hook → (n, width): views."""
     lent = None if address is None else borrow(address)
     counts = [lengths[key] for key in seen]
     parts = {name: decode_block(block, lent).split(counts) for name, block in blocks.items()}

@@ -133,11 +133,6 @@ class TapSet:
         copies = torch._foreach_clone(views) if self._on_host else [one.to("cpu") for one in views]
         return dict(zip(wanted[0], copies, strict=True))
 
-    def is_finite(self, total: int) -> bool:
-        """Whether the first ``total`` rows of the last tap are: what overflowed before it is not finite there."""
-        last = next(reversed(self.taps.values()), None)
-        return last is None or bool(torch.isfinite(last.rows[:total]).all())
-
     def close_step(self) -> None:
         """Send every row to the spare one again, unedited."""
         self.destination.fill_(self.max_tokens)

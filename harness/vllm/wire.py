@@ -52,7 +52,7 @@ def encode_block(parts: Sequence[torch.Tensor], lent: Lent | None = None) -> dic
 
 
 def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.Tensor:
-    """Undo :func:`encode_block`, (n, width): a view of its bytes, to be read only.
+    """Undo :func:`encode_block`, (n, width): a view of its bytes.
 
     Raises:
         ValueError: as :func:`decode_tensor`.

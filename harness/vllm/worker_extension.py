@@ -14,7 +14,7 @@ from harness.vllm.wire import decode_specs, encode_block, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
@@ -60,15 +60,22 @@ class TLWorkerExtension(ParameterExtension):
         return self._accumulator.armed or bool(self._ranges)
 
     @contextlib.contextmanager
-    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
-        """Surround one real forward: fill the row tables before it, take the rows away after it."""
+    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
+        """Surround one real forward: fill the row tables before it, take the rows away after it.
+
+        What the forward gave, (tokens or more, width) each, is told to what this yields.
+        """
         taps = self._installed()
         total = sum(share.count for share in shares)
         taps.open_step(total)
         taps.edit_step(self.program_rows(shares))
+
+        def left(given: Sequence[torch.Tensor]) -> None:
+            # What overflowed on the way is not finite at the end, wherever taps are.
+            self._spoilt = self._spoilt or not all(bool(one[:total].isfinite().all()) for one in given)
+
         try:
-            yield
-            self._spoilt = self._spoilt or not taps.is_finite(total)
+            yield left
             if not self._accumulator.armed:
                 return
             self._steps_since_arm += 1

@@ -1,4 +1,4 @@
-"""Memory lent from one process to another: found, kept after it was taken back, read only."""
+"""Memory lent from one process to another: found, kept after it was taken back, written to for oneself alone."""
 
 from __future__ import annotations
 
@@ -60,10 +60,13 @@ def test_blocks_are_read_where_the_worker_left_them(lender) -> None:
         borrow(address)
 
 
-def test_it_is_mapped_to_be_read_only(lender) -> None:
-    address, *_ = lender.recv()
-    with pytest.raises(TypeError, match="read-only"):
-        borrow(address)[0] = 1
+def test_what_is_written_to_it_stays_here(lender) -> None:
+    address, halves, _ = lender.recv()
+    here, there = (decode_block(halves, borrow(address)) for _ in range(2))
+    here += 1
+    assert torch.equal(here, torch.cat(HALVES) + 1)
+    assert torch.equal(there, torch.cat(HALVES))
+    assert torch.equal(decode_block(halves, borrow(address)), torch.cat(HALVES))
 
 
 def test_only_another_process_with_the_same_memory_counts(lender) -> None:

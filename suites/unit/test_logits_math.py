@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ class TestLoss:
 
     def test_logits_must_have_been_asked_for(self):
         with pytest.raises(CaptureError, match="return_logits=True"):
-            next_token_loss(replace(self.result([normal(2, 6)], [0], 2, [[4, 5]]), logits=None))
+            next_token_loss(ForwardResult({}, [2], [[0]], prompts=[[4, 5]]))
 
 
 class TestFigures:

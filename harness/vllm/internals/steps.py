@@ -58,12 +58,25 @@ class _V1Steps:
         forward: Callable[..., Any] = super()._model_forward  # type: ignore[misc]
         if self.harness_observer is None or not self.harness_observer.harness_watching():
             return forward(*args, **kwargs)
-        with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)):
-            return forward(*args, **kwargs)
+        with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)) as left:
+            given = forward(*args, **kwargs)
+            left(_tensors(given))
+            return given
+
+
+def _tensors(given: Any) -> list[Any]:
+    """What a forward gave, (tokens, width) each: hidden states, or what the next stage gets (``.tensors``)."""
+    parts = getattr(given, "tensors", given)
+    if isinstance(parts, dict):
+        parts = list(parts.values())
+    return [one for part in parts for one in _tensors(part)] if isinstance(parts, list | tuple) else [parts]
 
 
 class _V2Steps:
-    """Mixed into a V2 runner instance (default on CUDA). Read in its source, never run by this project yet."""
+    """Mixed into a V2 runner instance (default on CUDA). Read in its source, never run by this project yet.
+
+    What its forward gives does not pass here, so an overflow is not noticed.
+    """
 
     harness_observer: Any = None
     _harness_stack: contextlib.ExitStack | None = None

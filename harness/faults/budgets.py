@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,11 @@ from harness.vllm import sites
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from torch import nn
 
+    from harness.vllm.accumulator import StepRows
     from harness.vllm.spec import HarnessSpec
     from harness.vllm.taps import TapSet
 
@@ -70,21 +74,24 @@ class SlowEdits(CaptureWorker):
 
 
 class SlowSteps(CaptureWorker):
-    """A step's rows are taken thirty times."""
+    """The rows of a step are copied out thirty times before the next."""
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
-        """Take them again and again."""
-        for _ in range(COPIES):
-            super().take_rows(total)
-        return super().take_rows(total)
+    @contextlib.contextmanager
+    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
+        """Copy them again and again."""
+        with super().harness_step(shares) as left:
+            yield left
+            for _ in range(COPIES):
+                self.take_rows(sum(share.count for share in shares))
 
 
 class SlowReader(CaptureWorker):
-    """What was captured is copied thirty times before it is handed over."""
+    """What was captured is made a list of numbers before it is handed over, as vLLM's own RPC does with tensors."""
 
     def read_rows(self, request: str, name: str, n_rows: int | None) -> torch.Tensor:
-        """Copy it again and again."""
-        return _copied(super().read_rows(request, name, n_rows))
+        """There and back: every number is the same."""
+        rows = super().read_rows(request, name, n_rows)
+        return torch.tensor(rows.tolist(), dtype=rows.dtype)
 
 
 def _copied(rows: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from harness.vllm import internals
 from harness.vllm.driver import VLLMDriver
 from harness.vllm.logits import assemble_vocabulary
@@ -14,8 +16,6 @@ from harness.vllm.wire import decode_tensor
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
-    import torch
-
     from harness.interventions import Plan
     from harness.vllm.spec import HarnessSpec
     from harness.vllm.taps import TapSet
@@ -80,10 +80,9 @@ class ReplicasDrift(_OnOne):
 class HookBeforeAllReduce(CaptureWorker):
     """A branch is read before the ranks' parts are summed."""
 
-    _partial: torch.Tensor | None = None
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Keep what the down projection gives before the sum."""
+        self._partial: list[torch.Tensor] = []
         super().load_model(*args, **kwargs)
         layer = internals.resolve_dot_path(internals.model_of(self), "model.layers.1.mlp.down_proj")
         method: Any = layer.quant_method if layer is not None else None
@@ -92,7 +91,7 @@ class HookBeforeAllReduce(CaptureWorker):
         def apply(*inner: Any, **options: Any) -> torch.Tensor:
             out: torch.Tensor = whole(*inner, **options)
             if inner[0] is layer:
-                self._partial = out.clone()
+                self._partial.append(out.clone())
             return out
 
         method.apply = apply
@@ -100,8 +99,9 @@ class HookBeforeAllReduce(CaptureWorker):
     def take_rows(self, total: int) -> dict[str, torch.Tensor]:
         """Serve that."""
         taken = super().take_rows(total)
-        if BRANCH in taken and self._partial is not None:
-            taken[BRANCH] = self._partial[:total].clone()
+        if BRANCH in taken:
+            taken[BRANCH] = torch.cat(self._partial)[-total:]
+        self._partial.clear()
         return taken
 
 

@@ -43,7 +43,7 @@ PEERS = (
         OURS,
         "this harness on vLLM",
         "harness_vllm",
-        note="it boots its engine with large pages for PyTorch's memory (THP_MEM_ALLOC_ENABLE=1), which the others do not",
+        note="boots its engine with large pages for PyTorch's memory (THP_MEM_ALLOC_ENABLE=1); the others do not",
     ),
     Peer(
         "harness-in-process",

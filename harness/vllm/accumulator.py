@@ -1,14 +1,14 @@
-"""What one rank has captured since it was armed: whole steps as they came, sorted out when they are read."""
+"""What one rank has captured since it was armed: rows as they came, sorted out when they are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.results import Segment, join_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -17,7 +17,7 @@ __all__ = ["Accumulator", "StepRows"]
 
 @dataclass(frozen=True)
 class StepRows:
-    """One request's share of a step: rows ``[row, row + count)`` hold positions ``[start, start + count)``."""
+    """One request's share of some rows: ``[row, row + count)`` hold positions ``[start, start + count)``."""
 
     request: str
     start: int
@@ -27,17 +27,21 @@ class StepRows:
 
 @dataclass
 class Accumulator:
-    """Captured steps of the armed hooks.
+    """Captured rows of the armed hooks.
 
     Attributes:
         names: hooks being captured; empty means idle.
-        steps: per step, hook → (n_tokens, width) on CPU.
-        shares: request → (step index, its rows), in the order they were computed.
+        steps: what was taken out of the step buffers each time, hook → (n_tokens, width) on CPU.
+        shares: request → (index into ``steps``, its rows), in the order they were computed.
+        waiting: whose rows still lie in the step buffers, from the first on.
+        filled: how many those are.
     """
 
     names: tuple[str, ...] = ()
     steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
     shares: dict[str, list[tuple[int, StepRows]]] = field(default_factory=dict)
+    waiting: list[StepRows] = field(default_factory=list)
+    filled: int = 0
 
     @property
     def armed(self) -> bool:
@@ -54,18 +58,25 @@ class Accumulator:
         self.names = ()
         self.steps = []
         self.shares = {}
+        self.waiting, self.filled = [], 0
 
     def release(self, name: str) -> None:
         """Let go of one hook's rows; they cannot be read again."""
         for step in self.steps:
             step.pop(name, None)
 
-    def add(self, rows: Mapping[str, torch.Tensor], shares: Sequence[StepRows]) -> None:
-        """Keep one step. ``rows`` must be copies: the step buffers they came from are written again."""
+    def wait(self, shares: Iterable[StepRows], total: int) -> None:
+        """A step of so many tokens has put its rows behind those that wait already; ``shares`` count from its first."""
+        self.waiting += [replace(share, row=self.filled + share.row) for share in shares]
+        self.filled += total
+
+    def add(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Keep what waited. ``rows`` must be copies: the step buffers they came from are written again."""
         index = len(self.steps)
         self.steps.append(dict(rows))
-        for share in shares:
+        for share in self.waiting:
             self.shares.setdefault(share.request, []).append((index, share))
+        self.waiting, self.filled = [], 0
 
     def n_rows(self, request: str) -> int:
         """One past the highest captured position of a request."""

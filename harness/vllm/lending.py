@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ALIGNMENT", "Lent", "borrow", "is_lent", "lend"]
+__all__ = ["ALIGNMENT", "HERE", "LENT", "SENT", "Lent", "borrow", "lend", "where_lent"]
 
 #: Blocks begin at multiples of so many bytes: those of the widest dtype may follow those of the narrowest.
 ALIGNMENT = 64
+#: How captured rows reach the driver: as they are, in memory that was lent, or as bytes.
+HERE, LENT, SENT = "here", "lent", "sent"
 #: ``MADV_POPULATE_READ``, which Python has no name for.
 _POPULATE_READ = 22
 
@@ -88,11 +90,17 @@ def borrow(address: Sequence[int]) -> memoryview:
     return memoryview(mapped)
 
 
-def is_lent(address: Sequence[int] | None, content: bytes) -> bool:
-    """Whether another process has lent this one memory with just this content."""
-    if address is None or address[0] == os.getpid():
-        return False
+def where_lent(addresses: Sequence[Sequence[int] | None], content: bytes) -> str:
+    """How this process reaches what workers hold, having had each lend just this content.
+
+    Returns:
+        :data:`HERE`: all of them are this process. :data:`LENT`: others, whose memory it can map. :data:`SENT`:
+        neither.
+    """
     try:
-        return bytes(borrow(address)) == content
+        if all(address is not None and bytes(borrow(address)) == content for address in addresses):
+            own = {address[0] == os.getpid() for address in addresses if address is not None}
+            return {frozenset({True}): HERE, frozenset({False}): LENT}.get(frozenset(own), SENT)
     except (OSError, ValueError):
-        return False
+        pass
+    return SENT

@@ -10,7 +10,7 @@ from harness.errors import CaptureError
 from harness.points import FINAL_NORM
 from harness.vllm import internals
 from harness.vllm.layout import Layout, Place, join_shares, verify_layout
-from harness.vllm.lending import borrow, is_lent
+from harness.vllm.lending import borrow, where_lent
 from harness.vllm.wire import decode_block
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Readback:
         return Layout([Place(*place) for place in internals.call_workers(self._llm, "tl_place")])
 
     @cached_property
-    def near(self) -> bool:
-        """Whether every rank runs in another process of this machine whose memory this one can map."""
+    def way(self) -> str:
+        """How rows come here from the ranks, see :func:`harness.vllm.lending.where_lent`."""
         content = os.urandom(16)
         lent = internals.call_workers(self._llm, "tl_lend", args=(content,))
-        found = all(is_lent(one, content) for one in lent)
+        found = where_lent(lent, content)
         internals.call_workers(self._llm, "tl_take_back")
         return found
 
@@ -64,7 +64,7 @@ class Readback:
         # A call's captures may be as large as the step buffers themselves: nothing of them should lie there twice.
         release = [name for name in names if name != FINAL_NORM]  # logits are still to be made of that
         answers = internals.call_workers(
-            self._llm, "tl_read_blocks", args=(list(names), expected, bool(fresh), release, self.near)
+            self._llm, "tl_read_blocks", args=(list(names), expected, bool(fresh), release, self.way)
         )
         by_rank = [_by_request(seen, blocks, address, expected) for seen, blocks, address in answers]
         if fresh:
@@ -88,12 +88,15 @@ class Readback:
 
 def _by_request(
     seen: Sequence[str],
-    blocks: Mapping[str, dict[str, Any]],
+    blocks: Mapping[str, Any],
     address: Sequence[int] | None,
     lengths: Mapping[str, int],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """One rank's blocks as request key → hook → (n, width): views."""
     lent = None if address is None else borrow(address)
     counts = [lengths[key] for key in seen]
-    parts = {name: decode_block(block, lent).split(counts) for name, block in blocks.items()}
+    parts = {
+        name: block if isinstance(block, list) else decode_block(block, lent).split(counts)
+        for name, block in blocks.items()
+    }
     return {key: {name: some[number] for name, some in parts.items()} for number, key in enumerate(seen)}

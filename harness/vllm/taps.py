@@ -104,13 +104,12 @@ class TapSet:
         # Runners may pad a step past its budget up to a graph size; the padding's rows are spare ones.
         size = 2 * max_tokens + 64
         self._on_host = device.type == "cpu"
-        self._views: tuple[tuple[tuple[str, ...], int], list[torch.Tensor]] = (((), 0), [])
         self.destination = torch.full((size,), max_tokens, dtype=torch.int64, device=device)
         self.program = torch.zeros((size,), dtype=torch.int64, device=device)
 
-    def open_step(self, n_tokens: int) -> None:
-        """Let the next forward's first ``n_tokens`` rows be kept."""
-        self.destination[:n_tokens] = torch.arange(n_tokens, device=self.destination.device)
+    def open_step(self, n_tokens: int, first: int = 0) -> None:
+        """Let the next forward's first ``n_tokens`` rows be kept, in rows of the step buffers from ``first`` on."""
+        torch.arange(first, first + n_tokens, out=self.destination[:n_tokens])
 
     def edit_step(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Give rows [from, to) of the next forward their program; later entries win."""
@@ -121,23 +120,21 @@ class TapSet:
     def take(self, names: Iterable[str], total: int) -> dict[str, torch.Tensor]:
         """Copy the first ``total`` rows of the named taps to the host: hook → (total, width), each its own memory.
 
-        Of a decode step the copies cost less than asking for them one by one, and steps of one size follow one another:
-        the views are kept until another size comes, and one call copies them all.
+        One call copies them all, and asks for less than as many small ones.
         """
-        wanted = (tuple(names), total)
-        if self._views[0] != wanted:
-            self._views = (wanted, [self.taps[name].rows[:total] for name in wanted[0]])
-        views = self._views[1]
+        wanted = tuple(names)
+        views = [self.taps[name].rows[:total] for name in wanted]
         if not views:
             return {}
         copies = torch._foreach_clone(views) if self._on_host else [one.to("cpu") for one in views]
-        return dict(zip(wanted[0], copies, strict=True))
+        return dict(zip(wanted, copies, strict=True))
 
     def close_step(self) -> None:
         """Send every row to the spare one again, unedited."""
         self.destination.fill_(self.max_tokens)
-        self.program.zero_()
-        self.switch.editing = False
+        if self.switch.editing:
+            self.program.zero_()
+            self.switch.editing = False
 
     def load(self, plan: Plan) -> None:
         """Fill the tables; a hook that another rank holds is skipped.
@@ -186,7 +183,6 @@ class TapSet:
         """
         self.close_step()
         self.clear_edits()
-        self._views = (((), 0), [])
         if not traced:
             for tap in self.taps.values():
                 tap.remove()

@@ -9,7 +9,7 @@ from harness.errors import CaptureError
 from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
 from harness.vllm.accumulator import Accumulator
-from harness.vllm.lending import ALIGNMENT, Lent, lend
+from harness.vllm.lending import ALIGNMENT, HERE, LENT, SENT, Lent, lend
 from harness.vllm.wire import decode_specs, encode_block, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
@@ -67,7 +67,9 @@ class TLWorkerExtension(ParameterExtension):
         """
         taps = self._installed()
         total = sum(share.count for share in shares)
-        taps.open_step(total)
+        if self._accumulator.filled + total > taps.max_tokens:
+            self._fetch()
+        taps.open_step(total, self._accumulator.filled)
         taps.edit_step(self.program_rows(shares))
 
         def left(given: Sequence[torch.Tensor]) -> None:
@@ -79,12 +81,18 @@ class TLWorkerExtension(ParameterExtension):
             if not self._accumulator.armed:
                 return
             self._steps_since_arm += 1
-            self._accumulator.add(self.take_rows(total), self.label_shares(shares))
+            self._accumulator.wait(self.label_shares(shares), total)
         finally:
             taps.close_step()
 
+    def _fetch(self) -> Accumulator:
+        """Take what waits in the step buffers: small steps share one copy, which costs as much as one of theirs."""
+        if self._accumulator.filled:
+            self._accumulator.add(self.take_rows(self._accumulator.filled))
+        return self._accumulator
+
     def take_rows(self, total: int) -> dict[str, torch.Tensor]:
-        """Copy this step's rows of the captured hooks off the device: hook → (total, width)."""
+        """Copy the waiting rows of the captured hooks off the device: hook → (total, width)."""
         return self._installed().take(self._accumulator.names, total)
 
     def program_rows(self, shares: Sequence[StepRows]) -> list[tuple[int, int, int]]:
@@ -195,7 +203,7 @@ class TLWorkerExtension(ParameterExtension):
     def tl_step_stats(self) -> dict[str, int]:
         """Forwards since the captures were armed, and how many rows were computed again (after preemption)."""
         again = 0
-        for shares in self._accumulator.shares.values():
+        for shares in self._fetch().shares.values():
             covered = 0
             for _, share in shares:
                 again += max(0, min(covered, share.start + share.count) - share.start)
@@ -255,8 +263,8 @@ class TLWorkerExtension(ParameterExtension):
         rows: dict[str, int],
         replicas: bool,
         release: Collection[str],
-        near: bool = False,
-    ) -> tuple[list[str], dict[str, dict[str, Any]], tuple[int, int, int] | None]:
+        way: str = SENT,
+    ) -> tuple[list[str], dict[str, Any], tuple[int, int, int] | None]:
         """Captures of all requests, one block per hook: what the driver reads.
 
         Args:
@@ -266,11 +274,12 @@ class TLWorkerExtension(ParameterExtension):
                 always send.
             release: hooks whose rows are let go of as soon as they are packed, so that they lie there once and not
                 twice; they cannot be read again.
-            near: the driver can map what :meth:`tl_lend` lends, so blocks are lent and not sent.
+            way: how the driver reaches them, see :func:`harness.vllm.lending.where_lent`.
 
         Returns:
-            The keys of the requests this rank has seen; hook → encoded (rows of all of them, width), in that order; and
-            the address of the memory they lie in, None where they were sent.
+            The keys of the requests this rank has seen; hook → encoded (rows of all of them, width), in that order, or
+            where the driver is this process a list of one (n, width) each; and the address of the memory that was
+            lent, None where none was.
 
         Raises:
             CaptureError: as :meth:`tl_read_batched_captures`.
@@ -278,14 +287,13 @@ class TLWorkerExtension(ParameterExtension):
         served, requests = self._served(names), self._requests(rows)
         if not replicas and internals.place_of(self)[1] > 0:
             served = [name for name in served if self._installed().taps[name].spec.heads]
-        blocks: dict[str, dict[str, Any]] = {}
+        blocks: dict[str, Any] = {}
         size = sum(sum(rows[key] for key in requests) * self._row_bytes(name) + ALIGNMENT for name in served)
         self.tl_take_back()
-        self._lent = lend(size) if near and size else None
+        self._lent = lend(size) if way == LENT and size else None
         for name in served if requests else ():
-            blocks[name] = encode_block(
-                [self.read_rows(request, name, rows[key]) for key, request in requests.items()], self._lent
-            )
+            parts = [self.read_rows(request, name, rows[key]) for key, request in requests.items()]
+            blocks[name] = parts if way == HERE else encode_block(parts, self._lent)
             if name in release:
                 self._accumulator.release(name)
         return list(requests), blocks, None if self._lent is None else self._lent.address
@@ -297,7 +305,7 @@ class TLWorkerExtension(ParameterExtension):
     def _requests(self, wanted: Collection[str] | None) -> dict[str, str]:
         """Key → the engine's id, of the requests that have one of the wanted keys; of all for None."""
         found: dict[str, str] = {}
-        for request in self._accumulator.shares:
+        for request in self._fetch().shares:
             key = self._keys.get(request, request)
             if wanted is not None and key not in wanted:
                 continue
@@ -311,7 +319,7 @@ class TLWorkerExtension(ParameterExtension):
         self, prompt_lens: list[int], names: list[str] | None = None
     ) -> dict[str, dict[str, Any]]:
         """Captures of the requests in the order they started, cut to their prompts and joined: hook → (sum, width)."""
-        requests = list(self._accumulator.shares)
+        requests = list(self._fetch().shares)
         if len(requests) != len(prompt_lens):
             msg = f"{len(prompt_lens)} prompt lengths for {len(requests)} captured requests"
             raise CaptureError(msg)
@@ -331,7 +339,7 @@ class TLWorkerExtension(ParameterExtension):
         """
         if name not in self._served([name]) or internals.place_of(self)[1] > 0:
             return {}
-        requests = {self._keys.get(request, request): request for request in self._accumulator.shares}
+        requests = {self._keys.get(request, request): request for request in self._fetch().shares}
         return {
             key: encode_tensor(self._accumulator.read(requests[key], name, n_rows))
             for key, n_rows in rows.items()

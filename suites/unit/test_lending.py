@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.vllm.lending import ALIGNMENT, borrow, is_lent, lend
+from harness.vllm.lending import ALIGNMENT, HERE, LENT, SENT, borrow, lend, where_lent
 from harness.vllm.wire import decode_block, encode_block
 
 PARTS = [torch.arange(6.0).view(2, 3), torch.full((1, 3), -1.0)]
@@ -69,18 +69,18 @@ def test_what_is_written_to_it_stays_here(lender) -> None:
     assert torch.equal(decode_block(halves, borrow(address)), torch.cat(HALVES))
 
 
-def test_only_another_process_with_the_same_memory_counts(lender) -> None:
+def test_how_rows_come_here_is_tried(lender) -> None:
     address, *_ = lender.recv()
     content = bytes(borrow(address))
-    assert is_lent(address, content)
-    assert not is_lent(address, content[:-1] + b"x")
-    assert not is_lent((address[0], 1000, address[2]), content)
-    assert not is_lent(None, content)
-    own = lend(4)
+    assert where_lent([address], content) == LENT
+    assert where_lent([address], content[:-1] + b"x") == SENT
+    assert where_lent([(address[0], 1000, address[2])], content) == SENT
+    assert where_lent([address, None], content) == SENT
+    own = lend(len(content))
     try:
-        own.take(4)[1][:] = b"mine"
-        assert bytes(borrow(own.address)) == b"mine"
-        assert not is_lent(own.address, b"mine")
+        own.take(len(content))[1][:] = content
+        assert where_lent([own.address], content) == HERE
+        assert where_lent([own.address, address], content) == SENT
     finally:
         own.forget()
 

@@ -11,7 +11,7 @@ from harness.vllm import sites
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import nn
 
@@ -43,9 +43,9 @@ class Leaky(CaptureWorker):
 
     _kept: list[torch.Tensor]
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Hold on to copies."""
-        rows = super().take_rows(total)
+        rows = super().take_rows(total, views)
         self._kept = [*getattr(self, "_kept", ()), *(one.clone() for one in rows.values())]
         return rows
 

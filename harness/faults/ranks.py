@@ -16,6 +16,8 @@ from harness.vllm.wire import decode_tensor
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from harness.interventions import Plan
     from harness.vllm.spec import HarnessSpec
     from harness.vllm.taps import TapSet
@@ -69,9 +71,9 @@ class EditOnOneRank(_OnOne):
 class ReplicasDrift(_OnOne):
     """One rank's values are off by a thousandth (nnsight 631's family)."""
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Add it."""
-        taken = super().take_rows(total)
+        taken = super().take_rows(total, views)
         if self.wrong_here() and BRANCH in taken:
             taken[BRANCH] = taken[BRANCH] + 1e-3
         return taken
@@ -96,9 +98,9 @@ class HookBeforeAllReduce(CaptureWorker):
 
         method.apply = apply
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Serve that."""
-        taken = super().take_rows(total)
+        taken = super().take_rows(total, views)
         if BRANCH in taken:
             taken[BRANCH] = torch.cat(self._partial)[-total:]
         self._partial.clear()
@@ -145,9 +147,9 @@ class StageBorderDropped(_AtBorder):
 class StageBorderEarly(CaptureWorker):
     """It is read one layer early."""
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The layer before."""
-        taken = super().take_rows(total)
+        taken = super().take_rows(total, views)
         if BORDER in taken:
             taken[BORDER] = self._installed().take(["blocks.0.hook_out"], total)["blocks.0.hook_out"]
         return taken

@@ -6,6 +6,7 @@ Chosen by ``worker_cls``; the suites must turn red on every one of them and say 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from harness.vllm.spec import HarnessSpec
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from harness.vllm.accumulator import StepRows
     from harness.vllm.overlays import TapSpec
@@ -35,6 +36,7 @@ __all__ = [
     "SpecsOutsideKey",
     "StaleBuffer",
     "Tires",
+    "WaitingOverwritten",
     "ZerosServed",
 ]
 
@@ -86,9 +88,9 @@ class LayerOffByOne(_WrongSpec):
 class RowsOffByOne(CaptureWorker):
     """Rows of a step are read one place too early."""
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Roll the step by one row."""
-        return {name: rows.roll(1, dims=0) for name, rows in super().take_rows(total).items()}
+        return {name: rows.roll(1, dims=0) for name, rows in super().take_rows(total, views).items()}
 
 
 class AnotherRequestsRows(CaptureWorker):
@@ -119,9 +121,9 @@ class StaleBuffer(CaptureWorker):
         super().tl_reset_capture_flags(names)
         self._previous, self._latest = self._latest, {}
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Overlay this step's rows with the previous call's."""
-        taken = super().take_rows(total)
+        taken = super().take_rows(total, views)
         for name, rows in taken.items():
             self._latest[name] = rows.clone()
             before = self._previous.get(name)
@@ -154,7 +156,7 @@ class LoanReused(CaptureWorker):
         if self._lent is None:
             return seen, blocks, address
         self._loan = self._loan or lend(LOAN)
-        self._loan.memory[: self._lent.size] = self._lent.memory[:]
+        os.pwrite(self._loan.descriptor, os.pread(self._lent.descriptor, self._lent.size, 0), 0)
         return seen, blocks, self._loan.address
 
 
@@ -168,21 +170,32 @@ class Tires(CaptureWorker):
         super().tl_reset_capture_flags(names)
         self._calls += 1
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The next number up."""
-        taken = super().take_rows(total)
+        taken = super().take_rows(total, views)
         rows = taken.get("blocks.1.hook_out")
         if self._calls >= 30 and rows is not None:
             taken["blocks.1.hook_out"] = torch.nextafter(rows, torch.full_like(rows, torch.inf))
         return taken
 
 
+class WaitingOverwritten(CaptureWorker):
+    """A small step's rows are put over those that still wait in the step buffers."""
+
+    def install(self, spec: HarnessSpec) -> TapSet:
+        """Install, then let every step begin in the first row."""
+        installed = super().install(spec)
+        opened = installed.open_step
+        vars(installed)["open_step"] = lambda n_tokens, _first=0: opened(n_tokens)
+        return installed
+
+
 class ZerosServed(CaptureWorker):
     """Serves buffers nobody filled (vLLM 46301)."""
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """All zeros."""
-        return {name: torch.zeros_like(rows) for name, rows in super().take_rows(total).items()}
+        return {name: torch.zeros_like(rows) for name, rows in super().take_rows(total, views).items()}
 
 
 class LateHooks(CaptureWorker):

@@ -20,7 +20,7 @@ from harness.vllm import internals
 from harness.vllm.sites import DESTINATION, OWN, PROGRAM, Site, Switch, listen, tap_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch import nn
 
@@ -117,17 +117,19 @@ class TapSet:
             self.program[begin:end] = program
             self.switch.editing = True
 
-    def take(self, names: Iterable[str], total: int) -> dict[str, torch.Tensor]:
-        """Copy the first ``total`` rows of the named taps to the host: hook → (total, width), each its own memory.
+    def take(self, names: Iterable[str], total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """The first ``total`` rows of the named taps on the host: hook → (total, width), each its own memory.
 
-        One call copies them all, and asks for less than as many small ones.
+        Those in ``views`` lie where they are until the next forward, if that is the host's memory. One call copies the
+        others, which costs less than many small ones.
         """
-        wanted = tuple(names)
-        views = [self.taps[name].rows[:total] for name in wanted]
-        if not views:
-            return {}
-        copies = torch._foreach_clone(views) if self._on_host else [one.to("cpu") for one in views]
-        return dict(zip(wanted, copies, strict=True))
+        found = {name: self.taps[name].rows[:total] for name in names}
+        copied = [name for name in found if name not in views or not self._on_host]
+        if copied:
+            rows = [found[name] for name in copied]
+            copies = torch._foreach_clone(rows) if self._on_host else [one.to("cpu") for one in rows]
+            found.update(zip(copied, copies, strict=True))
+        return found
 
     def close_step(self) -> None:
         """Send every row to the spare one again, unedited."""

@@ -33,9 +33,8 @@ __all__ = [
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """Pack a tensor of any device and dtype (bf16 exactly) as ``{"dtype", "shape", "data"}``."""
-    flat = tensor.detach().to("cpu").contiguous()
-    data = flat.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"dtype": dtype_name(flat.dtype), "shape": list(flat.shape), "data": data}
+    data = _bytes_of(tensor.to("cpu")).tobytes()
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data": data}
 
 
 def encode_block(parts: Sequence[torch.Tensor], lent: Lent | None = None) -> dict[str, Any]:
@@ -45,10 +44,17 @@ def encode_block(parts: Sequence[torch.Tensor], lent: Lent | None = None) -> dic
     """
     total, width, dtype = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype
     size, packed = total * width * dtype.itemsize, {"dtype": dtype_name(dtype), "shape": [total, width]}
-    at, data = (0, bytearray(size)) if lent is None else lent.take(size)
+    if lent is not None:
+        return packed | {"at": lent.put(map(_bytes_of, parts)), "bytes": size}
+    data = bytearray(size)
     if size:
         torch.cat(list(parts), out=torch.frombuffer(data, dtype=dtype).view(total, width))
-    return packed | ({"data": data} if lent is None else {"at": at, "bytes": size})
+    return packed | {"data": data}
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """What a tensor on the CPU holds, as a buffer; of a contiguous one without a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.Tensor:

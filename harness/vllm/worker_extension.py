@@ -85,15 +85,15 @@ class TLWorkerExtension(ParameterExtension):
         finally:
             taps.close_step()
 
-    def _fetch(self) -> Accumulator:
+    def _fetch(self, views: Collection[str] = ()) -> Accumulator:
         """Take what waits in the step buffers: small steps share one copy, which costs as much as one of theirs."""
         if self._accumulator.filled:
-            self._accumulator.add(self.take_rows(self._accumulator.filled))
+            self._accumulator.add(self.take_rows(self._accumulator.filled, views))
         return self._accumulator
 
-    def take_rows(self, total: int) -> dict[str, torch.Tensor]:
-        """Copy the waiting rows of the captured hooks off the device: hook → (total, width)."""
-        return self._installed().take(self._accumulator.names, total)
+    def take_rows(self, total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """The waiting rows of the captured hooks on the host, (total, width) each: copies, but for ``views``."""
+        return self._installed().take(self._accumulator.names, total, views)
 
     def program_rows(self, shares: Sequence[StepRows]) -> list[tuple[int, int, int]]:
         """Which rows [from, to) of a step get which program, by request key and absolute position."""
@@ -248,7 +248,7 @@ class TLWorkerExtension(ParameterExtension):
             self._lent = lend(len(content))
         except (OSError, AttributeError):
             return None
-        self._lent.take(len(content))[1][:] = content
+        self._lent.put([content])
         return self._lent.address
 
     def tl_take_back(self) -> None:
@@ -284,6 +284,8 @@ class TLWorkerExtension(ParameterExtension):
         Raises:
             CaptureError: as :meth:`tl_read_batched_captures`.
         """
+        # Rows that are copied out now and let go of need no copy before that.
+        self._fetch(() if way == HERE else release)
         served, requests = self._served(names), self._requests(rows)
         if not replicas and internals.place_of(self)[1] > 0:
             served = [name for name in served if self._installed().taps[name].spec.heads]

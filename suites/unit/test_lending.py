@@ -78,7 +78,7 @@ def test_how_rows_come_here_is_tried(lender) -> None:
     assert where_lent([address, None], content) == SENT
     own = lend(len(content))
     try:
-        own.take(len(content))[1][:] = content
+        own.put([content])
         assert where_lent([own.address], content) == HERE
         assert where_lent([own.address, address], content) == SENT
     finally:

@@ -49,5 +49,6 @@ def test_rows_are_the_caller_s(parity):
     found = run_probe(lent_rows, parity.config.path, parity.config.mode, "harness.vllm.worker.CaptureWorker")
     assert all(found.values()), found
     found = run_probe(lent_rows, parity.config.path, parity.config.mode, "harness.faults.workers.LoanReused")
+    assert found["lent"]
     assert not found["kept"], "memory was lent twice, and nothing of it was seen"
     parity.note("LoanReused", caught_by="rows of the call before", message="they changed")

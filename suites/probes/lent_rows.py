@@ -6,15 +6,19 @@ Prints one line of JSON. Arguments: model, ``eager`` or ``compiled``, and the wo
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 HOOK = "blocks.1.hook_out"
 
 
 def main():
+    # Whoever runs this may have its engines in its own process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     import torch
 
     from harness import boot_vllm
+    from harness.vllm.lending import LENT
 
     model, mode, worker = sys.argv[1:]
     options = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 64, "worker_cls": worker}
@@ -31,6 +35,7 @@ def main():
             "kept": all(map(torch.equal, first, copies)),
             "other": not any(map(torch.equal, other, copies)),
             "again": all(map(torch.equal, rows(3)[0], copies)),
+            "lent": bridge.driver._readback.way == LENT,
         }
         first[0].zero_()
         found |= {

@@ -89,8 +89,8 @@ MOST_WORKERS = 4
 #: Where measurements are kept, for `--benchmark-compare` between nights.
 BENCHMARKS = "file://./reports/benchmarks"
 #: PyTorch's switch for large pages, where forwards are compared: with small ones two plain engines, side by side, were
-#: a tenth apart for as long as they lived, by where their memory lay. Not glibc's, and not for peers: memory that is
-#: touched once, as collected activations are, costs more on large pages.
+#: a tenth apart for as long as they lived, by where their memory lay. An engine's boot sets it too; here it holds for
+#: the whole run, before anything has imported torch. Not glibc's: memory that is touched once costs more on those.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 nox.needs_version = ">=2025.11"

@@ -108,7 +108,7 @@ def where_lent(addresses: Sequence[Sequence[int] | None], content: bytes) -> str
     try:
         if all(address is not None and bytes(borrow(address)) == content for address in addresses):
             own = {address[0] == os.getpid() for address in addresses if address is not None}
-            return {frozenset({True}): HERE, frozenset({False}): LENT}.get(frozenset(own), SENT)
-    except (OSError, ValueError):
+            return HERE if own == {True} else LENT if own == {False} else SENT
+    except (OSError, ValueError):  # it cannot be mapped from here, or is not as large as was said
         pass
     return SENT

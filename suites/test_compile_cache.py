@@ -68,5 +68,25 @@ def test_specs_outside_the_cache_key_are_caught(parity, tmp_path):
             parity.note(fault, message=str(caught.value))
 
 
+@compiled_tiny
+def test_other_threads_take_the_same_graph(parity, tmp_path):
+    """A graph compiled where one thread computes is served from the cache to an engine of two, and still counts right.
+
+    Planted fault: compiled as vLLM has it, each of the two threads counts.
+    """
+    prompts = [of_length(parity, n, seed=i) for i, n in enumerate((70, 9))]
+    environment = _fresh_caches(tmp_path / "sound")
+    for threads in (1, 2):
+        with parity.variant(environment=environment, threads=threads) as engine:
+            engine.check(prompts, engine.forward(prompts), label=f"{threads} threads")
+    environment, fault = _fresh_caches(tmp_path / "planted"), "ThreadsOutsideKey"
+    with parity.planted(f"workers.{fault}", environment=environment, threads=1) as one:
+        one.check(prompts, one.forward(prompts))
+    with parity.planted(f"workers.{fault}", environment=environment, threads=2) as two:
+        with pytest.raises(CaptureError, match=r"fired \d+ times in 2 forwards") as caught:
+            two.forward(prompts)
+        parity.note(fault, message=str(caught.value))
+
+
 def _fresh_caches(folder) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "VLLM_CACHE_ROOT": str(folder / "vllm")}

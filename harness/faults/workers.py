@@ -35,6 +35,7 @@ __all__ = [
     "SpecsInsideKey",
     "SpecsOutsideKey",
     "StaleBuffer",
+    "ThreadsOutsideKey",
     "Tires",
     "WaitingOverwritten",
     "ZerosServed",
@@ -235,6 +236,13 @@ class SpecsOutsideKey(CaptureWorker):
     def harness_spec(self) -> HarnessSpec | None:
         """The taps as they came, out of the key's sight."""
         return self._side_channel
+
+
+class ThreadsOutsideKey(CaptureWorker):
+    """Compiles for as many threads as there are, which inductor's cache key does not see where vLLM is on CPU."""
+
+    def prepare_compiler(self) -> None:
+        """As vLLM has it."""
 
 
 class SpecsInsideKey(CaptureWorker):

@@ -33,6 +33,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then install: late enough for every module to exist, early enough to be compiled."""
+        self.prepare_compiler()
         super().load_model(*args, **kwargs)
         internals.prepare_stage_input(self)
         spec = self.harness_spec()
@@ -41,6 +42,10 @@ class CaptureWorker(TLWorkerExtension, _Base):
         internals.refuse_drafts(self)
         self.harness_init(self.install(spec), spec)
         internals.instrument_runner(self, self)
+
+    def prepare_compiler(self) -> None:
+        """Before the model is made, which takes the compiler's options as they are then."""
+        internals.compile_for_any_threads(self.vllm_config)
 
     def harness_spec(self) -> HarnessSpec | None:
         """What the driver asked for, out of the engine's own config."""

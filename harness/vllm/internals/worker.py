@@ -15,6 +15,7 @@ __all__ = [
     "activation_dtype",
     "base_worker_class",
     "cleanse_kv_cache",
+    "compile_for_any_threads",
     "is_traced",
     "model_of",
     "place_of",
@@ -46,6 +47,26 @@ def base_worker_class() -> type[Any]:
     except (ImportError, AttributeError) as error:
         raise moved(_WORKERS[device]) from error
     return cls
+
+
+def compile_for_any_threads(vllm_config: Any) -> None:
+    """Have a CPU graph that is compiled now count right with however many threads it is run later.
+
+    vLLM lets OpenMP choose the threads (``cpp.dynamic_threads``), and inductor then leaves their number out of its
+    cache's key. Compiled where one thread computes, though, its code has no ``omp single`` around scalar operations:
+    of two threads that run it from the cache, each counts a tap's forward. With at least two assumed it has
+    (``compilation_config.inductor_compile_config``; inductor's ``CppKernelProxy.codegen_loops_impl``).
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    try:
+        options = vllm_config.compilation_config.inductor_compile_config
+    except AttributeError as error:
+        raise moved(f"CompilationConfig.inductor_compile_config ({error})") from error
+    options.setdefault("cpp.threads", max(2, torch.get_num_threads()))
 
 
 def runner_name(worker: Any) -> str:

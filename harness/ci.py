@@ -43,10 +43,7 @@ def properties(found: BootConfig, verdicts: Sequence[Mapping[str, Any]]) -> list
 
 def began(case: CaseResult) -> str:
     """Where a case's failure began, or else its error in a line, or the reason why it has no verdict."""
-    lines = case.message.strip().splitlines()
-    # pytest marks the lines that say what was wrong, among those that say where.
-    error = next((line.removeprefix("E").strip() for line in lines if line.startswith("E  ")), "")
-    return "; ".join(_sentences(case.verdicts)) or error or next(iter(lines), "") or case.reason
+    return "; ".join(_sentences(case.verdicts)) or case.said
 
 
 def _sentences(verdicts: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -284,6 +284,5 @@ def _failure(case: CaseResult) -> Failure:
         for entry in case.verdicts
         if (divergence := (entry.get("verdict") or {}).get("divergence"))
     ]
-    said = case.message or case.reason
-    begins = sentences[0] if sentences else next(iter(said.strip().splitlines()), case.outcome)
+    begins = sentences[0] if sentences else case.said or case.outcome
     return Failure(case.id, case.title, case.outcome, begins, case.rerun)

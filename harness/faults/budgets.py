@@ -67,8 +67,7 @@ class SlowEdits(CaptureWorker):
     @staticmethod
     def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
         """Copy it again and again if any row is edited."""
-        switch: Any = module._tap_switch  # noqa: SLF001 - what a tap's hook reads
-        if switch.editing:
+        if site.switch(module).editing:
             _copied(sites.whole_rows(site, value)[1])
         return sites.tap_hook(site, module, value)
 

@@ -308,11 +308,7 @@ def why(case: CaseResult) -> str:
         divergence = (verdict or {}).get("divergence")
         if divergence and case.outcome in _BAD and divergence.get("sentence"):
             return str(divergence["sentence"])
-    lines = (case.reason or case.message).strip().splitlines()
-    errors = [
-        line[1:].strip() for line in lines if line.startswith("E ")
-    ]  # of a traceback as pytest writes it
-    return next(iter(errors or lines), "")
+    return next(iter(case.reason.strip().splitlines()), case.said)
 
 
 def _boots(

@@ -66,6 +66,13 @@ class CaseResult:
         """Whether it ran, failed, and the ledger excuses that."""
         return self.skip_class == "known-bug" and bool(self.expectation)
 
+    @property
+    def said(self) -> str:
+        """The message, or else the reason, in a line: of a traceback the one that pytest marks as the error."""
+        lines = (self.message or self.reason).strip().splitlines()
+        errors = (line[1:].strip() for line in lines if line.startswith("E  "))
+        return next(errors, next(iter(lines), ""))
+
 
 @dataclass(frozen=True)
 class RunRecords:

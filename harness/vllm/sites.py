@@ -23,6 +23,7 @@ __all__ = [
     "DESTINATION",
     "OWN",
     "PROGRAM",
+    "SWITCH",
     "Site",
     "Switch",
     "capture_hook",
@@ -40,6 +41,8 @@ __all__ = [
 DESTINATION, PROGRAM = "_tap_destination", "_tap_program"
 #: Buffers of one tap: kept rows, forwards, and per program whether it edits here, its factor and what it adds.
 OWN = ("rows", "fires", "active", "scale", "bias")
+#: Beside the buffers of one tap: its :class:`Switch`.
+SWITCH = "switch"
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,15 @@ class Site:
         found: torch.Tensor = getattr(module, self.name(buffer))
         return found
 
+    def switch(self, module: nn.Module) -> Switch:
+        """The tap's switch."""
+        found: Switch = getattr(module, self.name(SWITCH))
+        return found
+
 
 @dataclass
 class Switch:
-    """Whether any row of the running step is edited; read in eager mode only, a graph would take it for a constant."""
+    """Whether rows of the running step may be edited here; read in eager mode alone, a graph takes it for a constant."""
 
     editing: bool = False
 
@@ -110,9 +118,8 @@ def tap_hook(site: Site, module: nn.Module, value: Any) -> Any:
         What is to go on in its place; None: the value itself.
     """
     pair, rows = whole_rows(site, value)
-    switch: Any = module._tap_switch
     # `is_compiling` first: a traced graph must not depend on the switch.
-    if not (torch.compiler.is_compiling() or switch.editing):
+    if not (torch.compiler.is_compiling() or site.switch(module).editing):
         keep(site, module, rows)
         return None
     rows, changed = edit(site, module, rows)

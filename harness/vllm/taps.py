@@ -17,7 +17,7 @@ import torch
 from harness.conventions import Emission
 from harness.errors import EngineError, UsageError
 from harness.vllm import internals
-from harness.vllm.sites import DESTINATION, OWN, PROGRAM, Site, Switch, listen, tap_hook
+from harness.vllm.sites import DESTINATION, OWN, PROGRAM, SWITCH, Site, Switch, listen, tap_hook
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -43,6 +43,7 @@ class Tap:
         rows: (max_tokens + 1, width) at the module's dtype; the last row is where unwanted rows go. The width is the
             share's, here and below.
         fires: int64 scalar, forwards this hook took part in, counted inside the graph.
+        switch: on while a step is edited and a program edits here.
         emission: how the canonical value lies in what the module emits.
         active: (programs + 1,) bool, whether a program edits here.
         scale: (programs + 1,) fp32.
@@ -58,6 +59,7 @@ class Tap:
     active: torch.Tensor
     scale: torch.Tensor
     bias: torch.Tensor
+    switch: Switch
     emission: Emission
     handle: Any
 
@@ -78,8 +80,7 @@ class Tap:
         self.handle.remove()
         for name in (*map(self.site.name, OWN), DESTINATION, PROGRAM):
             self.module._buffers.pop(name, None)
-        if hasattr(self.module, "_tap_switch"):
-            del self.module._tap_switch
+        delattr(self.module, self.site.name(SWITCH))
 
 
 class TapSet:
@@ -100,7 +101,8 @@ class TapSet:
         self.max_programs = max_programs
         self.taps: dict[str, Tap] = {}
         self.absent: list[str] = []
-        self.switch = Switch()
+        self._edited: list[Tap] = []  #: taps at which a program edits
+        self._editing = False  #: whether any row of the running step has a program
         # Runners may pad a step past its budget up to a graph size; the padding's rows are spare ones.
         size = 2 * max_tokens + 64
         self._on_host = device.type == "cpu"
@@ -115,7 +117,10 @@ class TapSet:
         """Give rows [from, to) of the next forward their program; later entries win."""
         for begin, end, program in rows:
             self.program[begin:end] = program
-            self.switch.editing = True
+        if rows:
+            self._editing = True
+            for tap in self._edited:
+                tap.switch.editing = True
 
     def take(self, names: Iterable[str], total: int, views: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The first ``total`` rows of the named taps on the host: hook → (total, width), each its own memory.
@@ -134,9 +139,8 @@ class TapSet:
     def close_step(self) -> None:
         """Send every row to the spare one again, unedited."""
         self.destination.fill_(self.max_tokens)
-        if self.switch.editing:
-            self.program.zero_()
-            self.switch.editing = False
+        if self._editing:
+            self._unedit()
 
     def load(self, plan: Plan) -> None:
         """Fill the tables; a hook that another rank holds is skipped.
@@ -151,14 +155,23 @@ class TapSet:
         for number, edits in enumerate(plan.programs, start=1):
             for edit in edits:
                 if edit.hook in self.taps:
-                    self.taps[edit.hook].load(number, edit)
+                    tap = self.taps[edit.hook]
+                    tap.load(number, edit)
+                    self._edited.append(tap)
 
     def clear_edits(self) -> None:
         """Let every program do nothing."""
-        self.program.zero_()
-        self.switch.editing = False
+        self._unedit()
+        self._edited = []
         for tap in self.taps.values():
             tap.active.zero_()
+
+    def _unedit(self) -> None:
+        """Let no row have a program."""
+        self.program.zero_()
+        for tap in self._edited:
+            tap.switch.editing = False
+        self._editing = False
 
     def fires(self, names: Iterable[str] | None = None) -> dict[str, int]:
         """Fires per hook since it was installed."""
@@ -259,9 +272,12 @@ def install_taps(
             module.register_buffer(site.name(name), buffer, persistent=False)
         for name, buffer in ((DESTINATION, taps.destination), (PROGRAM, taps.program)):
             module.register_buffer(name, buffer, persistent=False)
-        module._tap_switch = taps.switch  # type: ignore[assignment]
+        switch = Switch()
+        setattr(module, site.name(SWITCH), switch)
         handle = listen(module, site, hook, direct=any(module is one for one in direct))
-        taps.taps[spec.name] = Tap(spec, site, module, share, emission=emission, handle=handle, **own)
+        taps.taps[spec.name] = Tap(
+            spec, site, module, share, switch=switch, emission=emission, handle=handle, **own
+        )
     return taps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,16 @@ def budget(*details: dict[str, Any]) -> list[Bar]:
     found = tuple({"label": "budget", "verdict": None, "detail": detail} for detail in details)
     case = CaseResult("t", suite="budgets", outcome="passed", verdicts=found)
     return bars([case_view(case, "case-t", full=False, run="reports/x")])
+
+
+def test_the_banner_says_what_was_asserted_and_not_where_the_traceback_begins(tmp_path: Path) -> None:
+    case = declaration(1)
+    message = "parity = <Parity object>\n\n>   assert 3 <= 1\nE   AssertionError: too slow\nE   assert 3 <= 1"
+    page = report(tmp_path, [case], [result(case, "failed", message=message)])
+    banner = re.search(r'<div class="banner .*?</p>', page.source, re.DOTALL)
+    assert banner
+    assert "AssertionError: too slow" in banner[0]
+    assert "Parity object" not in banner[0]
 
 
 def test_a_ratio_stands_beside_its_target_and_quartiles() -> None:

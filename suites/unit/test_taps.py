@@ -320,13 +320,33 @@ def test_a_step_is_taken_as_copies_and_sizes_may_change() -> None:
         taps.take(names, 1)
 
 
+def test_only_taps_that_a_program_edits_do_its_arithmetic() -> None:
+    """And only in steps that have rows of a program, until the edits are cleared."""
+    taps = installed(Projects(), *heads_of())
+    edited, *others = taps.taps.values()
+
+    def on(rows: list[tuple[int, int, int]]) -> list[bool]:
+        taps.open_step(3)
+        taps.edit_step(rows)
+        found = [tap.switch.editing for tap in (edited, *others)]
+        taps.close_step()
+        assert not any(tap.switch.editing for tap in taps.taps.values())
+        return found
+
+    taps.load(Plan(((Edit(edited.spec.name, "scale", 3.0, torch.zeros(()), None),),), ()))
+    assert on([(0, 2, 1)]) == [True, False, False]
+    assert on([]) == [False] * 3
+    taps.clear_edits()
+    assert on([(0, 2, 1)]) == [False] * 3
+
+
 def test_nothing_is_left_after_removal() -> None:
     module = Projects()
     taps = installed(module, *heads_of(), TapSpec("blocks.0.hook_in", "qkv", 32, argument="hidden_states"))
     assert len(dict(module.named_buffers())) == 4 * 5 + 2
     taps.remove(traced=False)
     assert not dict(module.named_buffers())
-    assert not hasattr(module, "_tap_switch")
+    assert not [name for name in vars(module) if name.startswith("_tap")]
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
 

@@ -80,7 +80,7 @@ class Site:
 
 @dataclass
 class Switch:
-    """Whether rows of the running step may be edited here; read in eager mode alone, a graph takes it for a constant."""
+    """Whether a row of the running step may be edited here; read in eager mode only: to a graph it is a constant."""
 
     editing: bool = False
 

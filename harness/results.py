@@ -35,14 +35,14 @@ class Ragged:
     Attributes:
         names: hooks, in forward order.
         rows: hook → one (n_i, width) per request; emptied as they are padded.
-        whole: hook → (batch, heads, seq, seq), of the hooks that have no rows.
+        whole: hook → (batch, heads, seq, seq), of the hooks that have no rows; those that were padded join them.
         starts, columns: where :func:`pad_rows` is to put the rows.
         heads: hook → heads that its rows are made of.
     """
 
     names: Sequence[str]
     rows: dict[str, list[torch.Tensor]]
-    whole: Mapping[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]
     starts: Sequence[int]
     columns: int
     heads: Mapping[str, int]
@@ -50,15 +50,16 @@ class Ragged:
     def padded(self) -> dict[str, torch.Tensor]:
         """Hook → (batch, seq, width) or, made of heads, (batch, seq, heads, head_dim).
 
-        Each hook's rows are let go of once they are padded, so that a call's captures never lie there twice.
+        Each hook's rows are let go of once they are padded, so that a call's captures do not lie there twice; those
+        that a worker has lent are one piece of memory, which goes with the last of them.
         """
-        place: dict[str, Any] = {"starts": self.starts, "columns": self.columns}
-        return {
-            name: self.whole[name]
-            if name in self.whole
-            else self._by_head(name, pad_rows(self.rows.pop(name), **place))
-            for name in self.names
-        }
+        for name in self.names:
+            if name not in self.whole:
+                padded = pad_rows(self.rows[name], starts=self.starts, columns=self.columns)
+                self.whole[name] = self._by_head(name, padded)
+                del self.rows[name]
+        done, self.whole = self.whole, {}  # the caller's now, who may let go of some
+        return {name: done[name] for name in self.names}
 
     def row(self, name: str, request: int) -> torch.Tensor | None:
         """One request's rows, (n, width) or (n, heads, head_dim); None where they are no longer here or never were."""

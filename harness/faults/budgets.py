@@ -11,7 +11,7 @@ from harness.vllm import sites
 from harness.vllm.worker import CaptureWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import nn
 
@@ -76,10 +76,10 @@ class SlowSteps(CaptureWorker):
     """The rows of a step are copied out thirty times before the next."""
 
     @contextlib.contextmanager
-    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
+    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
         """Copy them again and again."""
-        with super().harness_step(shares) as left:
-            yield left
+        with super().harness_step(shares):
+            yield
             for _ in range(COPIES):
                 self.take_rows(sum(share.count for share in shares))
 

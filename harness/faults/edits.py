@@ -175,5 +175,5 @@ class EditCancelled(CaptureWorker):
 class OverflowLeft(CaptureWorker):
     """What a request that overflowed has left in the KV cache stays there."""
 
-    def cleanse(self) -> None:
+    def clear_blocks(self, scheduler_output: Any) -> None:
         """Leave it."""

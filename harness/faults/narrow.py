@@ -15,7 +15,7 @@ from harness.faults.families import _OtherModel
 from harness.vllm import internals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from harness.vllm.accumulator import StepRows
 
@@ -120,12 +120,12 @@ class _SomeRows(_Branch):
     _shares: Sequence[StepRows] = ()
 
     @contextlib.contextmanager
-    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
+    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
         """Remember whose rows the step holds."""
         self._shares = shares
         try:
-            with super().harness_step(shares) as left:
-                yield left
+            with super().harness_step(shares):
+                yield
         finally:
             self._shares = ()
 

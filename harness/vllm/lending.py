@@ -6,12 +6,14 @@ The memory has no name (``memfd_create``), so nothing is left behind by whoever 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import ctypes
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,22 +82,30 @@ def lend(size: int) -> Lent:
     return Lent(descriptor, size)
 
 
-def borrow(address: Sequence[int]) -> memoryview:
-    """Map what a worker has lent, to be read and, for oneself alone, written to; it is unmapped with its last view.
+def borrow(address: Sequence[int]) -> torch.Tensor:
+    """Map what a worker has lent, (bytes,) uint8, to be read and, for oneself alone, written to.
+
+    It is unmapped with its last view, and holds no descriptor.
 
     Raises:
         OSError: there is no such memory where this process is.
     """
     process, number, size = address
-    descriptor = os.open(Path("/proc", str(process), "fd", str(number)), os.O_RDONLY)
-    try:
-        # What is written to is copied first, page by page: a caller may change its rows, and nobody else sees it.
-        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):  # Linux before 5.14 does not know it, and maps pages as they are met
-        mapped.madvise(_POPULATE_READ)
-    return memoryview(mapped)
+    path = Path("/proc", str(process), "fd", str(number))
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size < size:  # of another process that has the number here
+        msg = f"{path} is not the memory of {size} bytes that was lent"
+        raise OSError(msg)
+    # Private: what is written to is copied first, page by page. A caller may change its rows, and nobody else sees it.
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    # Linux before 5.14 does not know it, and maps pages as they are met.
+    _madvise(mapped.data_ptr(), size, _POPULATE_READ)
+    return mapped
+
+
+def _madvise(begin: int, size: int, advice: int) -> None:
+    """``madvise``, of memory that Python has no object for."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
 def where_lent(addresses: Sequence[Sequence[int] | None], content: bytes) -> str:
@@ -106,9 +116,9 @@ def where_lent(addresses: Sequence[Sequence[int] | None], content: bytes) -> str
         neither.
     """
     try:
-        if all(address is not None and bytes(borrow(address)) == content for address in addresses):
+        if all(one is not None and borrow(one).numpy().tobytes() == content for one in addresses):
             own = {address[0] == os.getpid() for address in addresses if address is not None}
             return HERE if own == {True} else LENT if own == {False} else SENT
-    except (OSError, ValueError):  # it cannot be mapped from here, or is not as large as was said
+    except (OSError, RuntimeError):  # it cannot be mapped from here
         pass
     return SENT

@@ -132,7 +132,9 @@ class TapSet:
         copied = [name for name in found if name not in views or not self._on_host]
         if copied:
             rows = [found[name] for name in copied]
-            copies = torch._foreach_clone(rows) if self._on_host else [one.to("cpu") for one in rows]
+            # Between steps vLLM is in inference mode, and a caller could neither change nor train on such tensors.
+            with torch.inference_mode(mode=False):
+                copies = torch._foreach_clone(rows) if self._on_host else [one.to("cpu") for one in rows]
             found.update(zip(copied, copies, strict=True))
         return found
 

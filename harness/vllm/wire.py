@@ -57,7 +57,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.Tensor:
+def decode_block(payload: Mapping[str, Any], lent: torch.Tensor | None) -> torch.Tensor:
     """Undo :func:`encode_block`, (n, width): a view of its bytes.
 
     Raises:
@@ -65,7 +65,7 @@ def decode_block(payload: Mapping[str, Any], lent: memoryview | None) -> torch.T
     """
     if lent is None:
         return decode_tensor(payload, copy=False)
-    data = lent[payload["at"] : payload["at"] + payload["bytes"]]
+    data = lent[payload["at"] : payload["at"] + payload["bytes"]].numpy()
     return decode_tensor({**payload, "data": data}, copy=False)
 
 

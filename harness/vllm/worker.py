@@ -82,7 +82,8 @@ class CaptureWorker(TLWorkerExtension, _Base):
         self.harness_release()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Learn the driver's keys of new requests, then run the step."""
+        """Learn the driver's keys of new requests and clear the blocks they get, then run the step."""
         if self._taps is not None:
             self.learn_request_keys(scheduler_output)
+            self.clear_blocks(scheduler_output)
         return super().execute_model(scheduler_output)

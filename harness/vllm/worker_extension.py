@@ -14,7 +14,7 @@ from harness.vllm.wire import decode_specs, encode_block, encode_tensor
 from harness.vllm.worker_params import ParameterExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
@@ -40,8 +40,6 @@ class TLWorkerExtension(ParameterExtension):
     _keys: dict[str, str]
     #: Memory that the driver has not said it has mapped.
     _lent: Lent | None = None
-    #: Whether a request has left numbers that are not finite, in the KV cache too.
-    _spoilt = False
 
     def harness_init(self, taps: TapSet, spec: HarnessSpec) -> None:
         """Start with nothing captured, nothing edited and every tap idle."""
@@ -60,24 +58,16 @@ class TLWorkerExtension(ParameterExtension):
         return self._accumulator.armed or bool(self._ranges)
 
     @contextlib.contextmanager
-    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
-        """Surround one real forward: fill the row tables before it, take the rows away after it.
-
-        What the forward gave, (tokens or more, width) each, is told to what this yields.
-        """
+    def harness_step(self, shares: Sequence[StepRows]) -> Iterator[None]:
+        """Surround one real forward: fill the row tables before it, take the rows away after it."""
         taps = self._installed()
         total = sum(share.count for share in shares)
         if self._accumulator.filled + total > taps.max_tokens:
             self._fetch()
         taps.open_step(total, self._accumulator.filled)
         taps.edit_step(self.program_rows(shares))
-
-        def left(given: Sequence[torch.Tensor]) -> None:
-            # What overflowed on the way is not finite at the end, wherever taps are.
-            self._spoilt = self._spoilt or not all(bool(one[:total].isfinite().all()) for one in given)
-
         try:
-            yield left
+            yield
             if not self._accumulator.armed:
                 return
             self._steps_since_arm += 1
@@ -119,6 +109,10 @@ class TLWorkerExtension(ParameterExtension):
             for request in internals.finished_requests(scheduler_output):
                 self._keys.pop(request, None)
 
+    def clear_blocks(self, scheduler_output: Any) -> None:
+        """Let no request find what an overflow of another left: blocks of the KV cache are used again as they are."""
+        internals.clear_blocks(self, internals.filling_blocks(scheduler_output))
+
     def harness_release(self) -> None:
         """Forget everything that was installed and captured."""
         self.tl_take_back()
@@ -148,7 +142,6 @@ class TLWorkerExtension(ParameterExtension):
     def tl_reset_accumulators(self) -> None:
         """Forget all captures and go idle."""
         self.tl_take_back()
-        self.cleanse()
         self._accumulator.reset()
         self._keys.clear()
 
@@ -171,7 +164,6 @@ class TLWorkerExtension(ParameterExtension):
 
     def _set_edits(self, specs: Mapping[str | None, dict[str, Any]]) -> None:
         self.clear_edits()
-        self.cleanse()
         if not specs:
             return
         requests = parse_interventions(
@@ -184,12 +176,6 @@ class TLWorkerExtension(ParameterExtension):
         plan = plan_programs(requests, limit=self._installed().max_programs)
         self.load_edits(plan)
         self._ranges = {key: ranges for key, ranges in zip(specs, plan.ranges, strict=True) if ranges}
-
-    def cleanse(self) -> None:
-        """Let no request find what an overflow of another left: blocks of the KV cache are used again as they are."""
-        if self._spoilt:
-            internals.cleanse_kv_cache(self)
-            self._spoilt = False
 
     def load_edits(self, plan: Plan) -> None:
         """Fill the tables of this rank's taps."""
@@ -298,6 +284,8 @@ class TLWorkerExtension(ParameterExtension):
             blocks[name] = parts if way == HERE else encode_block(parts, self._lent)
             if name in release:
                 self._accumulator.release(name)
+        for name in release:  # those that were not read: where they lie the next forward writes
+            self._accumulator.release(name)
         return list(requests), blocks, None if self._lent is None else self._lent.address
 
     def _row_bytes(self, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_blocks_are_read_where_the_worker_left_them(lender) -> None:
         borrow(address)
 
 
+def test_what_was_borrowed_holds_no_descriptor(lender) -> None:
+    address, halves, _ = lender.recv()
+    before = open_now()
+    kept = [decode_block(halves, borrow(address)) for _ in range(20)]
+    assert open_now() == before
+    assert all(torch.equal(one, torch.cat(HALVES)) for one in kept)
+
+
 def test_what_is_written_to_it_stays_here(lender) -> None:
     address, halves, _ = lender.recv()
     here, there = (decode_block(halves, borrow(address)) for _ in range(2))
@@ -71,11 +80,16 @@ def test_what_is_written_to_it_stays_here(lender) -> None:
 
 def test_how_rows_come_here_is_tried(lender) -> None:
     address, *_ = lender.recv()
-    content = bytes(borrow(address))
+    content = borrow(address).numpy().tobytes()
     assert where_lent([address], content) == LENT
     assert where_lent([address], content[:-1] + b"x") == SENT
     assert where_lent([(address[0], 1000, address[2])], content) == SENT
     assert where_lent([address, None], content) == SENT
+    assert where_lent([(*address[:2], address[2] + 1)], content + b"x") == SENT
+    read, write = os.pipe()  # as where this process' numbers are not those that the worker sees
+    assert where_lent([(os.getpid(), read, len(content))], content) == SENT
+    os.close(read)
+    os.close(write)
     own = lend(len(content))
     try:
         own.put([content])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import CaptureError
-from harness.results import ForwardResult, Segment, join_segments, match_request_id, pad_rows
+from harness.results import ForwardResult, Ragged, Segment, join_segments, match_request_id, pad_rows
 from harness.vllm.accumulator import Accumulator, StepRows
 
 
@@ -197,6 +197,28 @@ def test_rows_of_a_pattern_are_its_queries():
         for head in range(3):
             assert torch.equal(got[query, head], square[0, head, 2 + query, 2:])
     assert torch.equal(result.rows_by_hook()["blocks.0.attn.hook_pattern"][1][4], square[1, :, 4].flatten())
+
+
+def test_rows_survive_a_padding_that_fails(monkeypatch):
+    """Memory may run out on the second hook: what was captured is still there, and asked for again it is padded."""
+    given = {"a": [rows(2), rows(3)], "b": [rows(3), rows(2)]}
+    kept = {name: [one.clone() for one in some] for name, some in given.items()}
+    result = ForwardResult(Ragged(["a", "b"], given, {}, [0, 0], 3, {}), [2, 3], [[1], [1]])
+    padded = []
+
+    def fails_once(*args, **kwargs):
+        padded.append(pad_rows(*args, **kwargs))
+        if len(padded) == 2:
+            raise MemoryError
+        return padded[-1]
+
+    monkeypatch.setattr("harness.results.pad_rows", fails_once)
+    with pytest.raises(MemoryError):
+        _ = result.captured
+    assert torch.equal(result.rows("b", 0), kept["b"][0])
+    assert list(result.captured) == ["a", "b"]
+    assert len(padded) == 3
+    assert torch.equal(result.rows("a", 0), kept["a"][0])
 
 
 def test_padding_wants_a_start_per_request():

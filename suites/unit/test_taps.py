@@ -320,6 +320,15 @@ def test_a_step_is_taken_as_copies_and_sizes_may_change() -> None:
         taps.take(names, 1)
 
 
+def test_rows_taken_between_steps_may_be_changed_and_trained_on() -> None:
+    taps = installed(Projects(), *heads_of())
+    with torch.inference_mode():  # as vLLM runs its steps
+        taken = taps.take(list(taps.taps), 2)
+    for rows in taken.values():
+        rows.add_(1)
+        (rows * torch.ones((), requires_grad=True)).sum().backward()
+
+
 def test_only_taps_that_a_program_edits_do_its_arithmetic() -> None:
     """And only in steps that have rows of a program, until the edits are cleared."""
     taps = installed(Projects(), *heads_of())

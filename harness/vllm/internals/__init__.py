@@ -26,6 +26,7 @@ from harness.vllm.internals.model import (
     vocabulary_rows,
 )
 from harness.vllm.internals.steps import (
+    filling_blocks,
     finished_requests,
     instrument_runner,
     request_extra_args,
@@ -34,7 +35,7 @@ from harness.vllm.internals.steps import (
 from harness.vllm.internals.worker import (
     activation_dtype,
     base_worker_class,
-    cleanse_kv_cache,
+    clear_blocks,
     compile_for_any_threads,
     is_traced,
     model_of,
@@ -53,10 +54,11 @@ __all__ = [
     "base_worker_class",
     "call_workers",
     "called_directly",
-    "cleanse_kv_cache",
+    "clear_blocks",
     "compile_for_any_threads",
     "compute_logits",
     "extract_hf_config",
+    "filling_blocks",
     "finished_requests",
     "generate",
     "instrument_runner",

@@ -71,10 +71,12 @@ RELIED = (
     ),
     Relied(
         f"{_SCHEDULED}.SchedulerOutput",
-        ("num_scheduled_tokens", "scheduled_new_reqs", "finished_req_ids"),
+        ("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"),
         "knowing whose rows a step computes",
     ),
     Relied(f"{_SCHEDULED}.NewRequestData", ("req_id", "sampling_params"), "knowing requests from each other"),
+    Relied(f"{_SCHEDULED}.NewRequestData", ("block_ids",), "clearing what requests leave behind"),
+    Relied(f"{_SCHEDULED}.CachedRequestData", ("new_block_ids",), "clearing what requests leave behind"),
     Relied("vllm.SamplingParams", ("extra_args",), "knowing requests from each other"),
     Relied("vllm.distributed.parallel_state", ("get_pp_group", "get_tp_group"), "the layout over ranks"),
     Relied(
@@ -85,9 +87,10 @@ RELIED = (
     Relied("vllm.config", ("set_current_vllm_config",), "the engine's own logits"),
     Relied(
         "vllm.config.VllmConfig",
-        ("additional_config", "model_config", "scheduler_config", "speculative_config"),
+        ("additional_config", "model_config", "scheduler_config", "speculative_config", "compilation_config"),
         "carrying specs to workers",
     ),
+    Relied("vllm.config.CompilationConfig", ("inductor_compile_config",), "graphs for any number of threads"),
     Relied("vllm.config.ModelConfig", ("hf_config", "enforce_eager", "dtype"), "reading its config"),
     Relied("vllm.config.SchedulerConfig", ("max_num_batched_tokens",), "the size of step buffers"),
     Relied("vllm.model_executor.models.utils", ("PPMissingLayer",), "knowing stubs of other stages"),

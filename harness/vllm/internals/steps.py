@@ -12,7 +12,13 @@ from harness.vllm.internals.worker import runner_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["finished_requests", "instrument_runner", "request_extra_args", "segment_by_request"]
+__all__ = [
+    "filling_blocks",
+    "finished_requests",
+    "instrument_runner",
+    "request_extra_args",
+    "segment_by_request",
+]
 
 
 def _shares(requests: Sequence[str], counts: Sequence[int], starts: Sequence[int]) -> list[StepRows]:
@@ -58,25 +64,12 @@ class _V1Steps:
         forward: Callable[..., Any] = super()._model_forward  # type: ignore[misc]
         if self.harness_observer is None or not self.harness_observer.harness_watching():
             return forward(*args, **kwargs)
-        with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)) as left:
-            given = forward(*args, **kwargs)
-            left(_tensors(given))
-            return given
-
-
-def _tensors(given: Any) -> list[Any]:
-    """What a forward gave, (tokens, width) each: hidden states, or what the next stage gets (``.tensors``)."""
-    parts = getattr(given, "tensors", given)
-    if isinstance(parts, dict):
-        parts = list(parts.values())
-    return [one for part in parts for one in _tensors(part)] if isinstance(parts, list | tuple) else [parts]
+        with self.harness_observer.harness_step(segment_by_request(self, self._harness_scheduled)):
+            return forward(*args, **kwargs)
 
 
 class _V2Steps:
-    """Mixed into a V2 runner instance (default on CUDA). Read in its source, never run by this project yet.
-
-    What its forward gives does not pass here, so an overflow is not noticed.
-    """
+    """Mixed into a V2 runner instance (default on CUDA). Read in its source, never run by this project yet."""
 
     harness_observer: Any = None
     _harness_stack: contextlib.ExitStack | None = None
@@ -116,6 +109,17 @@ def request_extra_args(scheduler_output: Any) -> Iterator[tuple[str, Mapping[str
     for request in scheduler_output.scheduled_new_reqs:
         extra = getattr(request.sampling_params, "extra_args", None) if request.sampling_params else None
         yield request.req_id, extra or {}
+
+
+def filling_blocks(scheduler_output: Any) -> list[int]:
+    """Blocks of the KV cache that a request gets with this step and does not fill in it: the last of each new run.
+
+    Relies on ``scheduled_new_reqs[].block_ids`` and ``scheduled_cached_reqs.new_block_ids``, lists per cache group;
+    blocks are handed out as tokens are scheduled, so those before the last are full once the step has run.
+    """
+    started = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+    gone_on = scheduler_output.scheduled_cached_reqs.new_block_ids
+    return [group[-1] for groups in (*started, *gone_on) for group in groups or () if group]
 
 
 def finished_requests(scheduler_output: Any) -> Sequence[str]:

@@ -8,13 +8,15 @@ from harness.errors import UsageError
 from harness.vllm.internals.moved import moved
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
 
 __all__ = [
     "activation_dtype",
     "base_worker_class",
-    "cleanse_kv_cache",
+    "clear_blocks",
     "compile_for_any_threads",
     "is_traced",
     "model_of",
@@ -66,7 +68,8 @@ def compile_for_any_threads(vllm_config: Any) -> None:
         options = vllm_config.compilation_config.inductor_compile_config
     except AttributeError as error:
         raise moved(f"CompilationConfig.inductor_compile_config ({error})") from error
-    options.setdefault("cpp.threads", max(2, torch.get_num_threads()))
+    # A caller's own number may be one.
+    options["cpp.threads"] = max(2, options.get("cpp.threads", 0), torch.get_num_threads())
 
 
 def runner_name(worker: Any) -> str:
@@ -79,17 +82,20 @@ def step_budget(worker: Any) -> int:
     return int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def cleanse_kv_cache(worker: Any) -> None:
-    """Set every number of the KV cache that is not finite to zero (``model_runner.kv_caches``).
+def clear_blocks(worker: Any, blocks: Sequence[int]) -> None:
+    """On CPU set these blocks of the KV cache to zero (``model_runner.kv_caches``, (blocks, …) each).
 
     A block is handed to the next request as the last one left it. Positions past that request's end get no weight in
-    attention, but on CPU zero times NaN is still added up.
+    attention, but on CPU zero times what stands there is still added up, and that is NaN where another overflowed.
     """
     import torch
 
+    if not blocks or worker.device.type != "cpu":
+        return
     for cache in worker.model_runner.kv_caches:
-        if isinstance(cache, torch.Tensor) and cache.dtype in {torch.float32, torch.float16, torch.bfloat16}:
-            torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
+        if isinstance(cache, torch.Tensor):
+            for block in blocks:
+                cache[block].zero_()
 
 
 def model_of(worker: Any) -> nn.Module:

@@ -13,6 +13,7 @@ from harness.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.metadata import EntryPoint
 
     import torch
 
@@ -226,7 +227,7 @@ def load_backend(name: str) -> Bootable:
         return Elsewhere(*name.split("@", 1))
     for point in entry_points(group="harness.backends"):
         if point.name == name:
-            cls: Any = point.load()
+            cls: Any = _loaded(point)
             bootable: Bootable = cls if hasattr(cls, "forward") else PlainClass(cls)
             return bootable
     from harness.adapters import ADAPTERS
@@ -234,3 +235,11 @@ def load_backend(name: str) -> Bootable:
     own = f"; {name!r} runs in its own interpreter: {name}@path/to/python" if name in ADAPTERS else ""
     msg = f"no backend {name!r} is installed; there are: {', '.join(backend_names()) or 'none'}{own}"
     raise UsageError(msg)
+
+
+def _loaded(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever a package of somebody else's does when it is imported
+        msg = f"backend {point.name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(msg) from error

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "EngineError", "HarnessError", "UnsupportedError", "UsageError"]
+__all__ = [
+    "CaptureError",
+    "EngineError",
+    "HarnessError",
+    "UndeclaredError",
+    "UnsupportedError",
+    "UsageError",
+]
 
 
 class HarnessError(Exception):
@@ -18,6 +25,10 @@ class UsageError(HarnessError, ValueError):
 
 class UnsupportedError(UsageError, NotImplementedError):
     """The caller asked for something that makes sense and is not built; the message says what to use instead."""
+
+
+class UndeclaredError(UnsupportedError):
+    """A backend was to boot with a mode or with ranks that it does not declare: nothing that could be judged."""
 
 
 class EngineError(HarnessError, RuntimeError):

@@ -70,9 +70,10 @@ def _answer(connection: Connection, messages: queue.Queue[tuple[dict[str, Any], 
         except BaseException as error:  # noqa: BLE001 - everything is reported to the suite, which raises it there
             traceback.print_exc()
             sys.stderr.flush()
-            lost = bool(getattr(backend, "lost", False))
+            ending = isinstance(error, (KeyboardInterrupt, SystemExit))
+            lost = ending or bool(getattr(backend, "lost", False))
             send(connection, {"ok": False, "error": _describe(error), "lost": lost})
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if ending:
                 return
         else:
             send(connection, {"ok": True, **reply[0]}, reply[1])
@@ -138,9 +139,11 @@ def _forward_memory(backend: Any, arguments: dict[str, Any]) -> dict[str, int]:
 
 
 def _describe(error: BaseException) -> dict[str, str]:
-    from harness.errors import CaptureError, UsageError
+    from harness.errors import CaptureError, UndeclaredError, UsageError
 
-    if isinstance(error, UsageError):
+    if isinstance(error, UndeclaredError):
+        kind = "undeclared"
+    elif isinstance(error, UsageError):
         kind = "usage"
     elif isinstance(error, CaptureError):
         kind = "capture"

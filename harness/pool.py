@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from harness.capabilities import FULL, Capabilities
-from harness.errors import CaptureError, EngineError, UsageError
+from harness.errors import CaptureError, EngineError, HarnessError, UndeclaredError, UsageError
 from harness.host import serve
 from harness.interventions import plain_specs
 from harness.transport import receive, send, unpack_result
@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_AOT_COMPILE": "0",
 }
-_ERRORS = {"usage": UsageError, "capture": CaptureError}
+_ERRORS = {"usage": UsageError, "undeclared": UndeclaredError, "capture": CaptureError}
 _LOG_TAIL_LINES = 15
 
 
@@ -261,7 +261,7 @@ class EnginePool:
         self._step_timeout = step_timeout
         self._listener = listener
         self._live: dict[str, Engine] = {}
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, HarnessError] = {}
         # A server process that has imported torch and vLLM once; each engine is forked from it before any thread runs.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["harness.preload"])
@@ -272,6 +272,7 @@ class EnginePool:
         Raises:
             EngineError: it did not boot, now or earlier in this run (it is not tried twice). A refusal counts: what a
                 caller can know beforehand has been checked before the first boot.
+            UndeclaredError: its backend does not declare such a mode, or ranks.
         """
         key = config.to_json()
         engine = self._live.pop(key, None)
@@ -281,14 +282,15 @@ class EnginePool:
         if engine is not None:
             engine.kill()  # it died between calls; what it had started may live
         if key in self._failed:
-            raise EngineError(self._failed[key])
+            raise type(self._failed[key])(str(self._failed[key]))
         while len(self._live) >= self._max_live:
             self._live.pop(next(iter(self._live))).close()
         try:
             self._live[key] = self.boot(config)
         except (EngineError, UsageError) as error:
-            self._failed[key] = str(error)
-            raise EngineError(self._failed[key]) from error
+            kind = UndeclaredError if isinstance(error, UndeclaredError) else EngineError
+            self._failed[key] = kind(str(error))
+            raise kind(str(error)) from error
         return self._live[key]
 
     def boot(self, config: BootConfig) -> Engine:

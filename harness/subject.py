@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from harness.asking import undeclared
 from harness.conventions import Emission
+from harness.errors import UndeclaredError
 from harness.geometry import Geometry
 from harness.points import TEMPLATES, all_points, every_point, select
 from harness.reference.load import as_dtype
@@ -36,8 +37,11 @@ class Subject:
 
     @property
     def engine(self) -> Engine:
-        """The live engine."""
-        return self._session.engine(self.config)
+        """The live engine; a mode or ranks that its backend does not declare make the case not applicable."""
+        try:
+            return self._session.engine(self.config)
+        except UndeclaredError as error:
+            return cast("Engine", self.not_applicable(str(error)))
 
     @cached_property
     def hf_config(self) -> Any:

@@ -78,6 +78,7 @@ def promised(parity, step):
         tensor_parallel_size=topology.tp,
         pipeline_parallel_size=topology.pp,
         tied=config.tie_word_embeddings,
+        ends_everywhere=get_overlay(config.architectures[0]).ends_everywhere,
     )
 
 
@@ -118,6 +119,20 @@ def test_every_rank_holds_its_share(parity):
 )
 def test_a_tied_embedding_is_held_twice(parity):
     """Its tap lies on the first and on the last stage."""
+    judge_state(parity)
+
+
+@pytest.mark.parity(
+    models=("tiny-gpt2",),
+    extra_models=("tiny-gpt2",),
+    backends=("vllm",),
+    topologies=("pp2",),
+    extra_topologies=("pp2",),
+    steps=(64,),
+    smoke={"dtypes": ("fp32",), "modes": ("eager",)},
+)
+def test_ends_are_held_on_every_stage(parity):
+    """Of a family whose embedding and final norm vLLM makes on every stage, their taps lie on every stage too."""
     judge_state(parity)
 
 

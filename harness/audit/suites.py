@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +40,25 @@ def run_suites(folder: Path, paths: Sequence[str], options: Sequence[str]) -> tu
             msg = f"there is no {path}: run this where the harness' suites are, in a clone, or name them with --suites"
             raise UsageError(msg)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *paths, *options]
-    done = subprocess.run([*command, "--report-dir", str(folder)], check=False)
+    status = _run([*command, "--report-dir", str(folder)])
     runs = [run for run in folder.glob("*") if run.is_dir()]
     if not runs:
-        msg = f"pytest ended with {done.returncode} before the first case; what it printed says why"
+        msg = f"pytest ended with {status} before the first case; what it printed says why"
         raise UsageError(msg)
-    return done.returncode, runs[0]
+    return status, runs[0]
+
+
+def _run(command: Sequence[str]) -> int:
+    """The exit status of a process that ends in its own time, also where this one is told to.
+
+    Ctrl-C reaches it too, being of the same group; SIGTERM is handed on. Either ends a pytest of this harness with a
+    report and without engines left behind, which takes longer than :func:`subprocess.run` waits.
+    """
+    process = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,9 +6,9 @@ Per rank and point, with s tokens per step, w numbers per row on this rank, b by
 - **tables** of edits: (p + 1) · (4 w + 5), where p > 0 or not;
 - and once per rank the **index** of rows and of programs: 2 · 8 · (2 s + 64).
 
-While a step runs, a tap holds at most the rows it edits, once more at the model's dtype and at fp32 before and after
-the edit: s · w · (2 b + 12), one tap at a time. What is captured waits on the host until it is read: per token
-Σ w · b over the points asked for.
+While a step runs, a tap holds at most the rows it edits, at the model's dtype and four times at fp32 (before, what is
+added, scaled, after): s · w · (b + 16), one tap at a time. What is captured waits on the host until it is read: per
+token Σ w · b over the points asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.points import EMBED, HookPoint
+from harness.points import EMBED, FINAL_NORM, HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +92,7 @@ def plan_memory(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     tied: bool = False,
+    ends_everywhere: bool = False,
 ) -> MemoryPlan:
     """Predict what the taps of an engine hold.
 
@@ -105,13 +106,14 @@ def plan_memory(
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages the layers are cut into.
         tied: the last stage holds the embedding too, to unembed with it, and a tap on it that never fires.
+        ends_everywhere: every stage holds embedding and final norm, see :class:`harness.vllm.overlays.Overlay`.
     """
+    last = pipeline_parallel_size - 1
     stages = stage_of_blocks(geometry.layers, pipeline_parallel_size)
     ranks = []
     for stage in range(pipeline_parallel_size):
-        here = [tap for tap in taps if _stage(tap, stages) == stage]
-        if tied and 0 < stage == pipeline_parallel_size - 1:
-            here += [tap for tap in taps if tap.name == EMBED]
+        too = (EMBED, FINAL_NORM) if ends_everywhere else (EMBED,) if tied and stage == last else ()
+        here = [tap for tap in taps if tap.name in too or _stage(tap, stages) == stage]
         for tensor in range(tensor_parallel_size):
             widths = [end - begin for begin, end in (tap.share(tensor, tensor_parallel_size) for tap in here)]
             kv_heads = max(1, geometry.kv_heads // tensor_parallel_size)
@@ -126,7 +128,7 @@ def plan_memory(
                         _FIRES + (max_programs + 1) * (_FLAG + _FLOAT + _FLOAT * width) for width in widths
                     ),
                     index=2 * _INDEX * (2 * max_num_batched_tokens + 64),
-                    transient=max_num_batched_tokens * max(widths, default=0) * (2 * itemsize + 3 * _FLOAT),
+                    transient=max_num_batched_tokens * max(widths, default=0) * (itemsize + 4 * _FLOAT),
                     per_token=sum(widths) * itemsize,
                     kv_cache=per_token * max_model_len,
                 )

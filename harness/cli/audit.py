@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from harness.pool import EnginePool
     from harness.store import RunRecords
 
+#: pytest's exit status where it was told to end.
+_INTERRUPTED = 2
 __all__ = ["ABOUT", "HELP", "add_arguments", "run"]
 
 HELP = "run the suites on a backend and write a report for its authors"
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: no such backend, interpreter or suites; nothing was run.
     """
-    from harness.audit import audit_of, audit_text, run_suites
+    from harness.audit import audit_of, run_suites
     from harness.backend import load_backend
     from harness.store import ensure_writable, read_run
 
@@ -77,18 +79,29 @@ def run(arguments: argparse.Namespace) -> int:
     options += [part for model in models for part in ("--model", model)]
     options += [part for dtype in dtypes for part in ("--dtype", dtype)]
     options += ["-k", arguments.keyword] if arguments.keyword else []
-    _, where = run_suites(folder, arguments.suites, options)
+    status, where = run_suites(folder, arguments.suites, options)
     records = read_run(where)
     audit = audit_of(records)
     audit.command = _command(arguments, models, dtypes)
-    if any(suite.failed for suite in audit.suites):
-        _add_smallest(audit, arguments, records, where)
-    if arguments.beside != "none" and any(suite.passed for suite in audit.suites):
-        _add_overhead(audit, arguments, models[0], dtypes[0], where)
-    (where / "audit.json").write_text(json.dumps(audit.to_json(), indent=1) + "\n", encoding="utf-8")
-    (where / "audit.md").write_text(audit_text(audit), encoding="utf-8")
+    _write(audit, where)
+    if status != _INTERRUPTED:
+        if any(suite.failed for suite in audit.suites):
+            _add_smallest(audit, arguments, records, where)
+        if arguments.beside != "none" and any(suite.passed for suite in audit.suites):
+            _add_overhead(audit, arguments, models[0], dtypes[0], where)
+        _write(audit, where)
     print(f"{audit.backend}: {audit.verdict}\naudit: {where / 'audit.md'}")
     return _status(audit)
+
+
+def _write(audit: Audit, where: Path) -> None:
+    """Into the run's folder, in place of what stood there."""
+    from harness.audit import audit_text
+    from harness.store.writer import dump
+
+    text = json.dumps(json.loads(dump(audit.to_json())), indent=1)
+    (where / "audit.json").write_text(text + "\n", encoding="utf-8")
+    (where / "audit.md").write_text(audit_text(audit), encoding="utf-8")
 
 
 def _command(arguments: argparse.Namespace, models: Sequence[str], dtypes: Sequence[str]) -> str:

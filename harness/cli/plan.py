@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.geometry import Geometry
     from harness.models import resolve
     from harness.vllm.boot import check_boot, chosen_taps
+    from harness.vllm.overlays import get_overlay
 
     path = str(resolve(arguments.model).fetch_config())
     config, spec, dtype, length = check_boot(
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_model_len=arguments.max_model_len,
         tensor_parallel_size=arguments.tp,
         pipeline_parallel_size=arguments.pp,
-        devices=False,
+        planned=True,
     )
     if arguments.step < 1 or arguments.edits < 0:
         msg = f"--step is from 1 and --edits from 0, not {arguments.step} and {arguments.edits}"
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         tensor_parallel_size=arguments.tp,
         pipeline_parallel_size=arguments.pp,
         tied=config.tie_word_embeddings,
+        ends_everywhere=get_overlay(config.architectures[0]).ends_everywhere,
     )
     print(
         f"{arguments.model} at {dtype}, {arguments.step} tokens per step, {arguments.edits} programs of edits"

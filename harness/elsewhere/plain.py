@@ -16,7 +16,7 @@ from harness.backend import Topology
 from harness.capabilities import Capabilities
 from harness.conventions import Emission
 from harness.elsewhere.rows import Expected, check_rows
-from harness.errors import EngineError, UsageError
+from harness.errors import EngineError, UndeclaredError, UsageError
 from harness.geometry import Geometry
 from harness.interventions import parse_interventions
 from harness.points import TEMPLATES, check_capture, every_point, nonfireable_points
@@ -116,7 +116,7 @@ class _Here:
         seconds = time.perf_counter() - started
         return Reply(
             found["captured"],
-            found.get("new_tokens") or [],
+            [[int(token) for token in tokens] for tokens in found.get("new_tokens") or ()],
             found.get("logits"),
             found.get("stats") or {},
             seconds,
@@ -132,7 +132,7 @@ class Plain:
 
     Raises:
         EngineError: what it declares makes no sense, or no such model can be read.
-        UsageError: a mode or ranks it does not declare.
+        UndeclaredError: a mode or ranks it does not declare.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class Plain:
     def _refuse_boot(self) -> None:
         if self.config.mode == "compiled" and not self.capabilities.compiled:
             msg = f"backend {self.name} declares no compiled mode; use --engine-mode eager"
-            raise UsageError(msg)
+            raise UndeclaredError(msg)
         if self.config.topology != Topology() and not self.capabilities.ranks:
             msg = f"backend {self.name} declares no ranks; {self.config.topology} is for engines, use --topology tp1"
-            raise UsageError(msg)
+            raise UndeclaredError(msg)
 
     @property
     def lost(self) -> bool:
@@ -230,7 +230,7 @@ class Plain:
             logits=pad_rows(list(reply.logits), fill=float("-inf"))
             if reply.logits and return_logits
             else None,
-            stats={"seconds": reply.seconds, **reply.stats},
+            stats={**reply.stats, "seconds": reply.seconds},
         )
 
     def raw_logits(self, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:

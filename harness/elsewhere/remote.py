@@ -199,6 +199,7 @@ class RemoteRunner:
             raise self._lost(f"was gone before {operation}") from None
         reply, found = self._receive(operation)
         if not reply.get("ok"):
+            self.lost = bool(reply.get("ending"))
             error = reply.get("error") or {}
             msg = f"{self._who}, in its own interpreter: {error.get('type')}: {error.get('message')}"
             raise EngineError(msg)

@@ -50,7 +50,7 @@ def check_rows(expected: Expected, reply: Reply, *, decode: bool) -> None:
 
     Raises:
         CaptureError: points missing or not asked for, another number of prompts, a tensor of another shape or dtype,
-            tokens too few or too many, logits that are not there.
+            tokens too few, too many or of no vocabulary, logits that are not there.
     """
     if set(reply.captured) != set(expected.names):
         missing = sorted(set(expected.names) - set(reply.captured))
@@ -70,6 +70,11 @@ def check_rows(expected: Expected, reply: Reply, *, decode: bool) -> None:
         counts = [len(tokens) for tokens in reply.new_tokens]
         if counts != [expected.new_tokens] * len(expected.lengths):
             raise expected.fail(f"{counts} new tokens where {expected.new_tokens} each were asked for")
+        for prompt, tokens in enumerate(reply.new_tokens):
+            wrong = [token for token in tokens if not 0 <= token < expected.vocab]
+            if wrong:
+                what = f"{wrong[0]} as a new token of prompt {prompt}, of a vocabulary of {expected.vocab}"
+                raise expected.fail(what)
 
 
 def _check(expected: Expected, name: str, found: Sequence[Any], row: tuple[int, ...], dtype: str) -> None:

@@ -17,7 +17,7 @@ message.
 ``close``                                                             (empty)
 ============  ======================================================  =====================================
 
-A reply has ``ok``; where it is false, ``error`` has ``type`` and ``message``.
+A reply has ``ok``; where it is false, ``error`` has ``type`` and ``message``, and ``ending`` says that the worker ends.
 """
 
 from __future__ import annotations
@@ -169,14 +169,19 @@ def answer(connection: Connection) -> None:
         except BaseException as error:  # noqa: BLE001 - reported to the harness, which charges it to the backend
             traceback.print_exc()
             sys.stderr.flush()
-            send(connection, {"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            ending = isinstance(error, (KeyboardInterrupt, SystemExit))
+            told = {"type": type(error).__name__, "message": str(error)}
+            send(connection, {"ok": False, "error": told, "ending": ending})
+            if ending:
                 return
 
 
 def main() -> None:
     """Serve the socket named on the command line."""
-    answer(Connection(int(sys.argv[1])))
+    connection = Connection(int(sys.argv[1]))
+    # A child that the backend forks would keep it open, and nobody would see this process die.
+    os.register_at_fork(after_in_child=connection.close)
+    answer(connection)
     sys.stdout.flush()
     sys.stderr.flush()
     # Engines hang in their own clean-up now and then; nothing of value is left to do.

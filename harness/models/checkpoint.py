@@ -35,11 +35,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def load_config(path: str | Path) -> PreTrainedConfig:
+def load_config(path: str | Path, *, weights: bool = True) -> PreTrainedConfig:
     """Return the Hugging Face config of the checkpoint folder `path`, after checking that its weights open.
 
     Weights are opened, not read: the header of every safetensors file must be whole and its length must agree
-    with the file's, which is what a truncated copy fails. Code that ships with a checkpoint is never run.
+    with the file's, which is what a truncated copy fails. With ``weights=False`` they need not be there. Code that
+    ships with a checkpoint is never run.
 
     Raises:
         UsageError: `config.json` or the weights are missing or damaged, or the architecture is not one that
@@ -58,7 +59,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise _unreadable(folder, "config.json names no model_type", "give a transformers checkpoint")
     if not _names(fields.get("architectures")):
         raise _unreadable(folder, "its config.json names architectures that are no names", "copy it again")
-    check_weights(folder)
+    if weights:
+        check_weights(folder)
 
     from transformers import AutoConfig  # a second of imports that a damaged folder needs not
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from harness import provenance
 from harness.errors import EngineError, HarnessError, UsageError
 from harness.models import load_config, resolve
-from harness.peers.catalogue import PEERS, Peer
+from harness.peers.catalogue import OURS, PEERS, Peer
 from harness.peers.driver import Launch, Schedule, run_peers
 from harness.peers.figure import bar_figure
 from harness.peers.judge import BOUNDS, truth_of
@@ -140,7 +140,12 @@ def _run(arguments: argparse.Namespace) -> int:
         run.machine["waiting_percent"] = 100 * (after - before) / (time.monotonic() - began)
     _write(run, arguments)
     ran = [peer for peer in run.peers if peer.state != FAILED]
-    return int(not ran or any(peer.state not in (OK, "limit") for peer in ran))
+    ours = run.peer(OURS)
+    return int(
+        not ran
+        or (ours is not None and ours.state == FAILED)
+        or any(peer.state not in (OK, "limit") for peer in ran)
+    )
 
 
 def _write(run: Run, arguments: argparse.Namespace) -> None:

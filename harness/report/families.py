@@ -39,7 +39,8 @@ def family_tables(runs: Sequence[RunRecords]) -> str:
 
     frames = [to_frames(records) for records in runs]
     cases, hooks = (pd.concat([pair[part] for pair in frames]) for part in (0, 1))
-    judged = hooks[hooks["verdict"].map(lambda label: not label.startswith("planted"))].copy()
+    # Of no comparison at all, too: what maps nothing keeps its dtype.
+    judged = hooks[~hooks["verdict"].map(lambda label: label.startswith("planted")).astype(bool)].copy()
     judged["point"] = judged["hook"].map(_point)
     judged["edited"] = judged["verdict"].map(lambda label: label.endswith(_EDITED))
     models = list(dict.fromkeys(cases["model"]))

@@ -125,9 +125,11 @@ def check_boot(
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
-    devices: bool = True,
+    planned: bool = False,
 ) -> tuple[Any, HarnessSpec, str, int]:
-    """Everything that can be refused without loading vLLM or a weight; ``devices``: this machine's among it.
+    """Everything that can be refused without loading vLLM or a weight.
+
+    ``planned``: the engine is not to boot here and now, so neither devices nor weights have to be there.
 
     Returns:
         The Hugging Face config, a tap for every point there is, the dtype's name and the context length.
@@ -138,9 +140,9 @@ def check_boot(
     require_vllm()
     _positive_int("tensor_parallel_size", tensor_parallel_size)
     _positive_int("pipeline_parallel_size", pipeline_parallel_size)
-    hf_config = load_config(path)
+    hf_config = load_config(path, weights=not planned)
     geometry = Geometry.of(hf_config)
-    _check_topology(geometry, tensor_parallel_size, pipeline_parallel_size, devices=devices)
+    _check_topology(geometry, tensor_parallel_size, pipeline_parallel_size, devices=not planned)
     overlay = _overlay_of(hf_config)
     overlay.check(hf_config)
     spec = HarnessSpec(tuple(overlay.taps(hf_config, tensor_parallel_size, points.TEMPLATES)))

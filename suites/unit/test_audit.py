@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -265,3 +267,33 @@ def test_capturing_is_timed_beside_the_same_forward_without():
     assert found.ratio == pytest.approx(1.5)
     assert found.backend == config.backend_name
     assert set(calls) == {(1, 0), (1, 3)}
+
+
+SLOW_TO_END = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(1)
+    print("wrote the report", flush=True)
+    sys.exit(2)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+print("runs", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_an_audit_that_is_told_to_end_lets_pytest_write_its_report(told):
+    """SIGTERM reaches this process alone, Ctrl-C the whole group; pytest takes its time either way."""
+    program = "import sys; from harness.audit.suites import _run; "
+    program += f"sys.exit(_run([sys.executable, '-c', {SLOW_TO_END!r}]))"
+    running = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert running.stdout.readline() == "runs\n"
+    if told == signal.SIGINT:
+        os.killpg(running.pid, told)
+    else:
+        running.send_signal(told)
+    out, _ = running.communicate(timeout=30)
+    assert (running.returncode, out) == (2, "wrote the report\n")

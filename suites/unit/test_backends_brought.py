@@ -40,10 +40,10 @@ class Said(Unsaid):
 """
 
 
-def judge(root, tmp_path, backend, *arguments, path=""):
+def judge(root, tmp_path, backend, *arguments, path="", mode="eager"):
     """Run suites on a backend; give back what was recorded, and what was printed."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-    command += ["--model", "tiny-llama", "--dtype", "fp32", "--engine-mode", "eager", "--backend", backend]
+    command += ["--model", "tiny-llama", "--dtype", "fp32", "--engine-mode", mode, "--backend", backend]
     done = subprocess.run(
         [*command, "--report-dir", str(tmp_path / "reports")],
         cwd=root,
@@ -130,3 +130,34 @@ def test_a_wrong_backend_is_red_for_the_right_reason(
 def test_a_convention_that_is_said_is_translated(pytestconfig, tmp_path):
     code, case = judge_wrong(pytestconfig, tmp_path, "said", "Said")
     assert (code, case.outcome) == (0, "passed"), case.message
+
+
+def test_a_mode_that_is_not_declared_is_not_applicable(pytestconfig, tmp_path):
+    """Asked for both, which is what pytest does unless it is told otherwise, the other one is judged all the same."""
+    site = package(tmp_path / "site", "parity-right", WRONG, {"right": "ExampleBackend"})
+    (site / f"{MODULE}.py").write_text((EXAMPLE / f"{MODULE}.py").read_text())
+    arguments = ("suites/test_activations.py", "-k", "prompt_length and 33")
+    code, records, said = judge(
+        pytestconfig.rootpath, tmp_path, "right", *arguments, path=str(site), mode="both"
+    )
+    assert code == 0, said
+    eager, compiled = sorted(records.cases, key=lambda case: case.mode, reverse=True)
+    assert (eager.outcome, compiled.outcome, compiled.skip_class) == ("passed", "skipped", "not-applicable")
+    assert "declares no compiled mode" in compiled.reason
+
+
+def test_a_backend_that_cannot_be_imported_is_refused_in_one_line(pytestconfig, tmp_path):
+    site = package(tmp_path / "site", "parity-broken", "import what_is_not_there", {"broken": "Backend"})
+    command = [sys.executable, "-m", "harness", "audit", "--backend", "broken", "--report-dir", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        cwd=pytestconfig.rootpath,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "backend 'broken' (parity_broken:Backend) cannot be imported: ModuleNotFoundError" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ from harness.backend import BootConfig, Topology, load_backend
 from harness.elsewhere import worker
 from harness.elsewhere.plain import Plain, PlainClass
 from harness.elsewhere.remote import RemoteRunner
-from harness.errors import CaptureError, EngineError, UsageError
+from harness.errors import CaptureError, EngineError, UndeclaredError, UsageError
 from harness.pool import EnginePool
 from harness.transport import PROTOCOL
 from suites.unit.brought import interpreter, package
@@ -76,6 +76,22 @@ class Dies(Good):
 class Segfaults(Good):
     def run(self, prompts, **asked):
         os.kill(os.getpid(), signal.SIGSEGV)
+
+class Exits(Good):
+    def run(self, prompts, **asked):
+        sys.exit("enough")
+
+class DiesWithAChildLeft(Good):
+    def run(self, prompts, **asked):
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os._exit(3)
+
+class Invents(Good):
+    capabilities = {**Good.capabilities, "decode": True}
+    def run(self, prompts, **asked):
+        return {**super().run(prompts, **asked), "new_tokens": [[7], [259]]}
 
 class Hangs(Good):
     def run(self, prompts, **asked):
@@ -190,6 +206,8 @@ def test_what_a_backend_prints_disturbs_nothing(booted, capfd):
         ),
         ("Dies", EngineError, r"backend parity_fakes:Dies: its worker died during run \(exit code 3\)"),
         ("Segfaults", EngineError, r"its worker died during run \(signal SIGSEGV\)"),
+        ("DiesWithAChildLeft", EngineError, r"its worker died during run \(exit code 3\)"),
+        ("Invents", CaptureError, r"returned 259 as a new token of prompt 1, of a vocabulary of 259"),
         (
             "Narrow",
             CaptureError,
@@ -204,6 +222,14 @@ def test_what_a_backend_prints_disturbs_nothing(booted, capfd):
 def test_what_it_does_wrong_in_a_call_is_named(booted, fake, error, message):
     with pytest.raises(error, match=message):
         booted(f"parity_fakes:{fake}").forward([[5, 6], [7]], capture=["embed.hook_out"])
+
+
+def test_a_backend_that_exits_is_known_to_be_gone(booted):
+    """Its case alone is an error: the next one gets a fresh worker, as the pool is told."""
+    backend = booted("parity_fakes:Exits")
+    with pytest.raises(EngineError, match=r"in its own interpreter: SystemExit: enough"):
+        backend.forward([[5]], capture=["embed.hook_out"])
+    assert backend.lost
 
 
 def test_a_worker_that_is_gone_stays_gone(booted):
@@ -235,9 +261,9 @@ def test_a_backend_that_does_not_boot_is_named(booted, name, message):
 
 
 def test_modes_and_ranks_that_are_not_declared_are_refused(booted):
-    with pytest.raises(UsageError, match=r"declares no compiled mode; use --engine-mode eager"):
+    with pytest.raises(UndeclaredError, match=r"declares no compiled mode; use --engine-mode eager"):
         booted("good", mode="compiled")
-    with pytest.raises(UsageError, match=r"declares no ranks; tp2 is for engines"):
+    with pytest.raises(UndeclaredError, match=r"declares no ranks; tp2 is for engines"):
         booted("good", topology=Topology(2, 1))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
+from harness.cli import main
 from harness.errors import UsageError
 from harness.models import bundled, resolve
 from harness.models.cache import CACHE_ENV
@@ -141,6 +142,16 @@ def test_a_plan_needs_no_weights(hub: type[Hub]) -> None:
     assert (folder / "config.json").read_bytes() == hub.config
     assert {path for path in hub.asked if "owner" in path} == {"/owner/name/resolve/main/config.json"}
     assert resolve("owner/name").has_tokenizer is None, "a config alone must not be taken for a cached model"
+
+
+def test_a_plan_is_made_of_a_config_that_came_alone(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "config", (resolve("tiny-llama").fetch() / "config.json").read_bytes())
+    assert main(["plan", "owner/name", "--step", "64"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["plan", "tiny-llama", "--step", "64"]) == 0
+    assert alone.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
 
 
 def test_a_config_that_cannot_be_had_says_so(hub: type[Hub]) -> None:

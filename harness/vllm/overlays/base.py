@@ -111,6 +111,8 @@ class Overlay:
         qkv: dot path of the projection to queries, keys and values side by side.
         core: dot path of vLLM's own attention module, which is given what rotary made and returns the heads' outputs.
         mlp_in: dot path of the module that is given the MLP's input; empty: the MLP itself.
+        ends_everywhere: vLLM makes the embedding and the final norm on every pipeline stage, used or not, and so their
+            taps.
         lacks: template → why this family has no such point.
         requires: what the config must say.
     """
@@ -129,6 +131,7 @@ class Overlay:
     qkv: str = "model.layers.{i}.self_attn.qkv_proj"
     core: str = "model.layers.{i}.self_attn.attn"
     mlp_in: str = ""
+    ends_everywhere: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
 

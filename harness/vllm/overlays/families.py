@@ -18,7 +18,6 @@ _LLAMA_LIKE = (
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
 )
 #: Embeddings are scaled by √width outside embed_tokens, by a buffer at the engine's dtype. Where branches have norms of
 #: their own, those come after attn and mlp, inside the layer.
@@ -35,9 +34,11 @@ _GPT2_LIKE: dict[str, Any] = {
     "norm": "transformer.ln_f",
     "norm_bias": True,
     "core": "transformer.h.{i}.attn.attn",
+    "ends_everywhere": True,
 }
 _OTHERS = (
-    Overlay("MixtralForCausalLM", mlp="model.layers.{i}.block_sparse_moe"),
+    Overlay("MixtralForCausalLM", mlp="model.layers.{i}.block_sparse_moe", ends_everywhere=True),
+    Overlay("Qwen3MoeForCausalLM", ends_everywhere=True),
     # The branches are scaled in the layer, after attn and mlp.
     Overlay("GraniteForCausalLM", embed_factor="model.config.embedding_multiplier"),
     # Attention and MLP read one LayerNorm's output.
@@ -69,6 +70,7 @@ _OTHERS = (
         lacks=_NO_ROTARY,
         norm="model.decoder.final_layer_norm",
         norm_bias=True,
+        ends_everywhere=True,
         requires=(
             Requirement(
                 "do_layer_norm_before", True, "its norms follow the branches, and there is no final norm"
@@ -77,11 +79,12 @@ _OTHERS = (
         ),
     ),
     # Layers return the finished stream and, for nothing, what came in; a LayerNorm without bias.
-    Overlay("CohereForCausalLM", fused=False, partial=(ATTN_OUT, MLP_OUT)),
+    Overlay("CohereForCausalLM", fused=False, partial=(ATTN_OUT, MLP_OUT), ends_everywhere=True),
     Overlay(
         "StableLmForCausalLM",
         fused=False,
         norm_bias=True,
+        ends_everywhere=True,
         requires=(
             Requirement(
                 "use_parallel_residual", False, "vLLM computes its branches one after the other all the same"
@@ -100,6 +103,7 @@ _OTHERS = (
         norm="transformer.ln_f",
         norm_bias=True,
         partial=(ATTN_OUT, MLP_OUT),
+        ends_everywhere=True,
         requires=(Requirement("bias", False, "vLLM's branches return their biases beside them, not added"),),
     ),
 )
@@ -107,7 +111,10 @@ OVERLAYS = {
     overlay.architecture: overlay
     for overlay in (
         *(Overlay(name) for name in _LLAMA_LIKE),
-        *(Overlay(name, embed_factor="model.normalizer", norm_plus_one=True) for name in _GEMMAS),
+        *(
+            Overlay(name, embed_factor="model.normalizer", norm_plus_one=True, ends_everywhere=True)
+            for name in _GEMMAS
+        ),
         *_OTHERS,
     )
 }

@@ -65,6 +65,14 @@ class Evidence:
     sides: Callable[[], tuple[Captures, Captures, Sequence[Captures]]]
 
 
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 of one that is gone by now, as another worker's is that has got its name."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def save(
     run: Path,
     case: str,
@@ -95,8 +103,8 @@ def save(
     """
     folder = run / FOLDER / slug(case)
     # Files of this number and above are of an earlier attempt at the case, and are about to be replaced.
-    own = sum(p.stat().st_size for p in folder.glob("*.safetensors") if int(p.stem) < number)
-    others = sum(p.stat().st_size for p in (run / FOLDER).glob("*/*") if p.parent != folder)
+    own = sum(_size(p) for p in folder.glob("*.safetensors") if int(p.stem) < number)
+    others = sum(_size(p) for p in (run / FOLDER).glob("*/*") if p.parent != folder)
     room = min(case_bytes - own, run_bytes - others - own)
     tensors, kept, left_out = _chosen(verdict, evidence, room)
     call = {

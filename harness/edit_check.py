@@ -22,7 +22,7 @@ import torch
 from harness.logit_check import greedy_problems
 from harness.parity.reach import reach
 from harness.parity.text import failure_message
-from harness.points import BLOCK_OUT, HookPoint
+from harness.points import BLOCK_IN, BLOCK_OUT, HookPoint
 from harness.reference.run import teacher_forced
 from harness.results import NO_TOKEN
 
@@ -62,6 +62,8 @@ class EditedCall:
     label: str
     must_bite: bool
     problems: list[str] = field(default_factory=list)
+    #: Those of them that a recorded verdict says as well.
+    judged: list[str] = field(default_factory=list)
 
     @property
     def same_tokens(self) -> list[int]:
@@ -90,6 +92,8 @@ def problems_of(call: EditedCall) -> list[str]:
         call.problems += greedy_problems(
             call.parity, call.prompts, call.edited.new_tokens, label=f"{call.label}: tokens", edits=call.edits
         )
+    if unjudged := [one for one in call.problems if one not in call.judged]:
+        call.parity.note(f"{call.label}: beside the verdicts", unjudged=unjudged)
     return call.problems
 
 
@@ -207,7 +211,8 @@ def _values(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     same = [run.captured for run in with_edits.same]
     _keep(call, "values", verdict, lambda: (captured, with_edits.truth.captured, same))
     if not verdict.passed:
-        call.problems.append(f"edited values: {failure_message(verdict)}")
+        call.judged.append(f"edited values: {failure_message(verdict)}")
+        call.problems.append(call.judged[-1])
 
 
 def _keep(
@@ -221,12 +226,12 @@ def _keep(
 
 
 def _kept(call: EditedCall) -> dict[str, torch.Tensor]:
-    """Block output → (N,) factor by which the edits there multiplied each row of all requests."""
+    """Block output or input → (N,) factor by which the edits there multiplied each row of all requests."""
     kept: dict[str, torch.Tensor] = {}
     begins = [0, *itertools.accumulate(call.edited.lengths)]
     for begin, n_rows, edits in zip(begins, call.edited.lengths, call.edits, strict=False):
         for edit in edits:
-            if HookPoint.parse(edit.hook).template == BLOCK_OUT:
+            if HookPoint.parse(edit.hook).template in (BLOCK_IN, BLOCK_OUT):
                 row = kept.setdefault(edit.hook, torch.ones(begins[-1], dtype=torch.float64))
                 row[[begin + place for place in edit.touches(n_rows)]] *= edit.scale
     return kept
@@ -278,7 +283,8 @@ def _change(call: EditedCall, with_edits: Pair, without: Pair) -> None:
     parity.record(f"{call.label}: change", verdict, _shape(call))
     _keep(call, "change", verdict, lambda: (engine, truth, same))
     if not verdict.passed:
-        call.problems.append(f"change made by the edits (edited - clean): {failure_message(verdict)}")
+        call.judged.append(f"change made by the edits (edited - clean): {failure_message(verdict)}")
+        call.problems.append(call.judged[-1])
 
 
 def _minus(edited: Captures, clean: Captures, counts: Sequence[int]) -> Rows:

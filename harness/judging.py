@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.artifacts import Evidence
 from harness.asking import undeclared_in_call
+from harness.errors import CaptureError
 from harness.interventions import parse_interventions, plain_specs
 from harness.parity.verdict import compare
 from harness.points import nonfireable_points
@@ -58,7 +59,17 @@ class Judged(Subject):
         names = self.hook_points if capture is None else list(capture)
         if reason := undeclared_in_call(self.capabilities, prompts, names, kwargs):
             self.not_applicable(f"{self.config.backend_name} declares no {reason}")
-        return self.engine.forward(prompts, capture=names, **kwargs)
+        result = self.engine.forward(prompts, capture=names, **kwargs)
+        # What is judged is what came: less than was asked for must not pass for all of it.
+        if set(result.hooks) != set(names) or len(result.new_tokens) != len(prompts):
+            missing = sorted(set(names) - set(result.hooks)) or sorted(set(result.hooks) - set(names))
+            msg = (
+                f"{self.config.backend_name} was asked for {len(names)} points of {len(prompts)} prompts and gave "
+                f"{len(result.hooks)} of {len(result.new_tokens)}"
+                + (f"; {missing[0]} is the first that differs" if missing else "")
+            )
+            raise CaptureError(msg)
+        return result
 
     def judge(
         self,
@@ -111,7 +122,8 @@ class Judged(Subject):
         """The verdict once routes are followed and, where it is red, noise is measured properly; and the truth."""
         names = list(rows)
         verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
-        while follow_routes(self, sequences, rows, verdict, edits):
+        seen: set[object] = set()
+        while follow_routes(self, sequences, rows, verdict, edits, seen=seen):
             verdict, truth = self._verdict(prompts, sequences, rows, names, edits)
         if not verdict.passed:
             # Before an engine is called broken, the reference's noise is measured properly: an ill-conditioned row's

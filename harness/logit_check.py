@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.errors import CaptureError
-from harness.parity.logit_metrics import logit_figures
+from harness.parity.logit_metrics import largest_error, logit_figures
 from harness.parity.text import failure_message
 from harness.parity.verdict import compare
 from harness.reference.run import teacher_forced
@@ -56,7 +56,8 @@ def logit_problems(
             )
             raise CaptureError(msg)
     verdict, truth, same = _judge(parity, sequences, rows, edits)
-    while follow_routes(parity, sequences, {LOGITS: rows}, verdict, edits):
+    seen: set[object] = set()
+    while follow_routes(parity, sequences, {LOGITS: rows}, verdict, edits, seen=seen):
         verdict, truth, same = _judge(parity, sequences, rows, edits)
     if not verdict.passed:
         verdict, truth, same = _judge(parity, sequences, rows, edits, again=verdict.failed_requests)
@@ -65,14 +66,15 @@ def logit_problems(
     sides = ({LOGITS: rows}, {LOGITS: truth}, [{LOGITS: one} for one in same])
     # Decode tokens that were fed back stand in the sequences themselves.
     parity.keep(label, verdict, sequences, [], lambda: sides, edits, kind=LOGITS)
-    problems = [] if verdict.passed else [f"{label}: {failure_message(verdict)}"]
     wrong = [flip for flip in figures.flips if not flip.legitimate]
-    problems += [
+    flipped = [
         f"{label}, request {flip.where.request} position {flip.where.position}: token {flip.engine} wins where the "
         f"truth has {flip.truth}, by a margin of {flip.margin:.2e} where noise explains {flip.allowed:.2e}"
         for flip in wrong[:_TOLD]
     ]
-    return problems
+    if flipped:
+        parity.note(f"{label}: beside the verdict", unjudged=flipped)
+    return flipped if verdict.passed else [f"{label}: {failure_message(verdict)}", *flipped]
 
 
 def greedy_problems(
@@ -98,7 +100,7 @@ def greedy_problems(
             if token == best:
                 continue
             flips += 1
-            noise = max(float((run.logits[request][row].double() - truth).abs().max()) for run in pair.same)
+            noise = largest_error([run.logits[request][row] for run in pair.same], truth)
             margin, allowed = float(truth[best] - truth[token]), 2 * parity.k * noise
             if margin > allowed:
                 problems.append(

@@ -187,6 +187,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     resumed = config.stash[RESUMED]
     if config.option.collectonly or not (cases or resumed):
         return
+    if session.testsfailed and not config.option.continue_on_collection_errors:
+        return  # pytest runs nothing, and a run without the cases of a broken module must not be gone on with
     capture = config.pluginmanager.getplugin("capturemanager")
     run: ParitySession | None = None
     try:
@@ -316,12 +318,19 @@ def pytest_runtest_makereport(
         error = call.excinfo.value if call.excinfo is not None else None
         if isinstance(error, HarnessError):
             report.longrepr = f"{type(error).__name__}: {error}"
-        broken = isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
+        broken = _is_broken(error)
         report.parity_broken = broken  # type: ignore[attr-defined]
         if broken and report.when == "call" and session is not None and session.case is not None:
             _excuse(report, item.config.stash[LEDGER].of(case_id(item)), session.case.verdicts)
         phases[report.when] = report
     return report
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    """Whether it says that parity is broken; also among others, as Hypothesis raises what did not fail twice."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_is_broken, error.exceptions))
+    return isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
 
 
 def _excuse(report: Any, known: Expectation | None, verdicts: Sequence[Mapping[str, Any]]) -> None:

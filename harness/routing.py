@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from harness.parity.logit_metrics import largest_error
 from harness.points import MLP_IN, MLP_OUT, HookPoint
 from harness.reference.experts import Choice
 
@@ -44,6 +45,8 @@ def follow_routes(
     rows: Captures,
     verdict: CaseVerdict,
     edits: Requests | None = None,
+    *,
+    seen: set[object],
 ) -> bool:
     """Look whether rows of a failed comparison went to other experts within noise, and follow them there.
 
@@ -57,6 +60,8 @@ def follow_routes(
         rows: the engine's, hook → per sequence (n, width); logits (n, d_vocab) under :data:`LOGITS`.
         verdict: what the comparison of ``rows`` concluded.
         edits: per sequence.
+        seen: empty before the first time; which routes were followed so far. Copies of one sequence that went different
+            ways, which one reference cannot follow both, end it there.
 
     Returns:
         Whether the comparison is worth another look. Always False for models without experts.
@@ -69,7 +74,12 @@ def follow_routes(
         one = _one(number, sequences, rows, edits)
         ties = _routes_said(parity, *one) or _route_tried(parity, *one, hook, hook.row_errors[number])
         found += _taken(parity, number, one, ties)
-    return _told(parity, found)
+    if not _told(parity, found):
+        return False
+    routes = tuple(parity.routes.taken(sequences, edits))
+    again = routes in seen
+    seen.add(routes)
+    return not again
 
 
 def settle_routes(
@@ -215,10 +225,7 @@ def _tie(pair: Pair, choice: Choice) -> _Tie:
     logits = route.logits[choice.position].double()
     chosen = list(choice.experts)
     others = [expert for expert in range(len(logits)) if expert not in chosen]
-    noise = max(
-        float((run.routing[0][choice.block].logits[choice.position].double() - logits).abs().max())
-        for run in pair.same
-    )
+    noise = largest_error([run.routing[0][choice.block].logits[choice.position] for run in pair.same], logits)
     return _Tie(choice, max(float(logits[others].max() - logits[chosen].min()), 0.0), noise)
 
 

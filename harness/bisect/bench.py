@@ -158,7 +158,8 @@ class Bench:
         engine = self._values(self.plain)
         sides = self._beside(engine, self._pair())
         verdict = self._compare(sides)
-        while follow_routes(self.parity, self.sequences, engine, verdict, self.edits):
+        seen: set[object] = set()
+        while follow_routes(self.parity, self.sequences, engine, verdict, self.edits, seen=seen):
             sides = self._beside(engine, self._pair())
             verdict = self._compare(sides)
         if verdict.passed:

@@ -86,15 +86,16 @@ def carried(
 
     Args:
         norms: hook → (N,) row norms of the truth, in forward order.
-        kept: block output → (N,) factor by which an edit there multiplied each row, 0 where it was set: so much of the
-            earlier error is left as well.
+        kept: block output, or a block's input → (N,) factor by which an edit there multiplied each row, 0 where it was
+            set: so much of the earlier error is left as well.
     """
     factors: dict[str, torch.Tensor] = {}
     largest: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     for name, here in norms.items():
-        if _BLOCK_OUT.fullmatch(name):
-            if largest is not None and kept is not None and name in kept:
+        edited = kept is not None and name in kept
+        if _BLOCK_OUT.fullmatch(name) or (edited and largest is not None):
+            if largest is not None and kept is not None and edited:
                 largest = largest * kept[name].abs()
             largest = here if largest is None else torch.maximum(largest, here)
             factor = torch.where(here > 0, largest / here, torch.ones_like(here))

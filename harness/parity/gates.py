@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.parity.metrics import aggregate, slice_errors
+from harness.parity.metrics import aggregate, slice_errors, trusted
 from harness.parity.types import Gate
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ def _at_row(gate: Gate, table: RowTable, index: int) -> Gate:
     return Gate(**{**vars(gate), "where": table.ref(index)})
 
 
-def _trusted(errors: torch.Tensor) -> torch.Tensor:
-    """R's errors with 0 for those that are not finite: a broken reference must not excuse an engine."""
-    return torch.where(torch.isfinite(errors), errors, 0.0)
-
-
 def _pooled(same: torch.Tensor, rows: torch.Tensor) -> float:
     """Aggregate over ``rows`` of the worst realisation."""
     return max(aggregate(one[rows]) for one in same)
@@ -108,7 +103,7 @@ def _slice_gate(rule: _Rule, rows: torch.Tensor, pooled: float) -> tuple[Gate, t
     truth = table.truth_slices[rows]
     engine = slice_errors(table.engine_slices[rows], truth, table.spans)
     reference = torch.stack(
-        [slice_errors(_trusted(one[rows]), truth, table.spans) for one in table.same_slices]
+        [slice_errors(trusted(one[rows]), truth, table.spans) for one in table.same_slices]
     )
     carried = aggregate(rule.carried[rows])
     base = reference.amax(dim=0).clamp(min=pooled * carried)
@@ -139,7 +134,7 @@ def judge(
     ordinary = informative & ~massive
     if not bool(ordinary.any()):  # a prompt that is nothing but its massive first token
         ordinary = informative if bool(informative.any()) else torch.ones_like(informative)
-    same = _trusted(table.same)
+    same = trusted(table.same)
     pooled = max(noise, _pooled(same, ordinary))
     factor = aggregate(rule.carried[ordinary])
     overall = rule.gate(AGGREGATE, aggregate(table.engine[ordinary]), pooled * factor, factor)
@@ -149,7 +144,7 @@ def judge(
     if bool(massive.any()):
         pooled_full = max(pooled, _pooled(same, massive))
         full, bad = rule.row_gate(MASSIVE, table.engine, same, massive, pooled_full)
-        same_rest = _trusted(table.same_rest)
+        same_rest = trusted(table.same_rest)
         pooled_rest = max(pooled, _pooled(same_rest, massive))
         rest, bad_rest = rule.row_gate(MASSIVE_REST, table.engine_rest, same_rest, massive, pooled_rest)
         gates += [full, rest]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.parity.metrics import trusted
 from harness.parity.types import RowRef
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from harness.parity.rows import Rows
 
-__all__ = ["Flip", "LogitFigures", "logit_figures"]
+__all__ = ["Flip", "LogitFigures", "largest_error", "logit_figures"]
 
 _TOP = 5
 
@@ -77,11 +78,17 @@ def logit_figures(engine: Rows, truth: Rows, same: Sequence[Rows], *, k: float) 
         five_t, five_e = t.topk(top, dim=1).indices, e.topk(top, dim=1).indices
         overlap += float((five_t.unsqueeze(2) == five_e.unsqueeze(1)).any(dim=2).double().mean(dim=1).sum())
         for row in (best_t != best_e).nonzero().flatten().tolist():
-            noise = max(float((one[request][row].double() - t[row].double()).abs().max()) for one in same)
+            noise = largest_error([one[request][row] for one in same], t[row])
             a, b = int(best_t[row]), int(best_e[row])
             margin = float(t[row, a].double() - t[row, b].double())
             flips.append(Flip(RowRef(request, row), a, b, margin, 2 * k * noise))
     return LogitFigures(int(count), kl, kl_reference, hits / count, overlap / count, tuple(flips))
+
+
+def largest_error(same: Sequence[torch.Tensor], truth: torch.Tensor) -> float:
+    """The most by which a realisation's logits (d_vocab,) are off; one that is not finite says nothing."""
+    errors = torch.stack([(one.double() - truth.double()).abs().max() for one in same])
+    return float(trusted(errors).max())
 
 
 def _kl(log_t: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

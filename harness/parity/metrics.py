@@ -38,6 +38,7 @@ __all__ = [
     "slice_errors",
     "slice_spans",
     "spacing",
+    "trusted",
     "ulps",
 ]
 
@@ -113,6 +114,11 @@ def row_errors(x: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor | None 
     scale = denominators(row_norms(truth)) if scale is None else scale
     distance = _finite(_by_span(lambda a, t: torch.linalg.vector_norm(a - t, dim=1), x, truth))
     return torch.where(distance == 0, 0.0, distance / scale)
+
+
+def trusted(errors: torch.Tensor) -> torch.Tensor:
+    """R's errors with 0 for those that are not finite: a broken reference must not excuse an engine."""
+    return torch.where(torch.isfinite(errors), errors, 0.0)
 
 
 def aggregate(errors: torch.Tensor) -> float:

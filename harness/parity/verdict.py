@@ -27,16 +27,18 @@ __all__ = ["compare", "reference_noise"]
 
 
 def reference_noise(truth: Captures, same: Captures) -> dict[str, float]:
-    """R's aggregate error at each hook: the root mean square of its rows' relative errors, massive rows left out.
+    """R's aggregate error at each hook: the root mean square of its rows' relative errors.
 
-    0 where no other row says anything.
+    Massive rows are left out, and those that overflow in R: an infinite noise would allow an engine anything. 0 where
+    no other row says anything.
     """
     noise = {}
     with one_thread():
         for name in truth:
             table = measure(same[name], truth[name], [same[name]], dtype="float32", slices=1)
             rows = table.informative & ~table.massive
-            noise[name] = aggregate(table.engine[rows])
+            errors = table.engine[rows]
+            noise[name] = aggregate(errors[errors.isfinite()])
     return noise
 
 

@@ -156,7 +156,8 @@ def _surroundings() -> tuple[str, ...]:
 
     code = hashlib.sha256()
     package = Path(__file__).parent
-    vocabulary = [package.parent / name for name in ("conventions.py", "interventions.py", "points.py")]
+    names = ("conventions.py", "geometry.py", "interventions.py", "points.py")
+    vocabulary = [package.parent / name for name in names]
     for path in [*sorted(package.glob("*.py")), *vocabulary]:
         code.update(path.read_bytes())
     return (

@@ -261,9 +261,9 @@ class References:
         """From the disk, or from the model."""
         place: Path | None = None
         if self.disk is not None:
-            place = self.disk.path(
-                folder, dtype, role, asked, templates, f"{self.attn_implementation} {logits}"
-            )
+            # The tree too: a package may bring it, and mend it.
+            how = f"{self.attn_implementation} {logits} {self._config(folder)[1]}"
+            place = self.disk.path(folder, dtype, role, asked, templates, how)
             if (found := self.disk.load(place)) is not None:
                 return found
         like: Routing | None = None

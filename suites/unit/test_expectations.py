@@ -57,6 +57,10 @@ def test_another_failure_of_a_listed_case_is_not_excused() -> None:
     assert not one.excuses(failed("blocks.1.mlp.hook_out", "embed.hook_out"))
     assert not one.excuses([]), "a failure with no verdict began nowhere"
     assert entry().excuses([])
+    known = failed("blocks.1.mlp.hook_out")
+    assert one.excuses([*known, {"verdict": None, "detail": {"rows": 3, "differing": 0}}])
+    for beside in ({"unjudged": ["not reverted: embed.hook_out"]}, {"differing": 2}):
+        assert not one.excuses([*known, {"verdict": None, "detail": beside}])
 
 
 def test_the_day_it_expires_is_its_last(tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ class TestFigures:
         assert not flip.legitimate
         assert flip.margin == pytest.approx(1.0)
 
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_a_reference_that_overflows_excuses_no_flip(self, value):
+        far = [torch.tensor([[2.0, 3.0, 0.0], [1.0, 1.001, 0.0]])]
+        broken = [torch.tensor([[3.0, 2.0, value], [1.0, 1.001, 0.0]])]
+        (flip,) = logit_figures(far, self.truth, [*self.noise, broken], k=3.0).flips
+        assert not flip.legitimate
+        assert flip.allowed == pytest.approx(6 * 0.01, rel=1e-4)
+
     def test_a_value_that_is_not_finite_shows(self):
         broken = [torch.tensor([[3.0, math.nan, 0.0], [1.0, 1.001, 0.0]])]
         assert logit_figures(broken, self.truth, self.noise, k=3.0).max_kl == math.inf

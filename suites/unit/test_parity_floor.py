@@ -71,3 +71,18 @@ def test_an_edit_keeps_as_much_of_the_error_as_of_the_row():
         "b2": [1, 4, 8, 16],
     }
     assert times(norms, b0=(0.5, 0.5, 0.5, 0.5)) == times(norms)  # nothing was carried to it
+
+
+def test_an_edit_of_a_block_s_input_keeps_as_much():
+    """Where the stream is set before a block, what it was larger before has left nothing."""
+    given = "blocks.1.hook_in"
+    norms = {"b0": (8.0, 8.0), given: (1.0, 4.0), "b1": (1.0, 4.0)}
+    assert times(norms) == {"b0": [1, 1], given: [1, 1], "b1": [8, 2]}
+    kept = {given: column(0.0, 0.5)}
+    names = {
+        hook.replace("b0", "blocks.0.hook_out").replace("b1", "blocks.1.hook_out"): hook for hook in norms
+    }
+    found = carried({name: column(*norms[hook]) for name, hook in names.items()}, kept)
+    assert [one.tolist() for one in found.values()] == [[1, 1], [1, 1], [1, 1]]
+    first = {"blocks.0.hook_in": column(9.0), "blocks.0.hook_out": column(1.0)}
+    assert carried(first, {"blocks.0.hook_in": column(0.5)})["blocks.0.hook_out"].tolist() == [1]

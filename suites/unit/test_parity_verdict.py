@@ -176,4 +176,8 @@ def test_noise_is_the_aggregate_of_ordinary_rows_that_say_something():
         MLP: truth[MLP],
     }
     noise = reference_noise(truth, {**same, "surplus": []})
+    broken = {**same, EMBED: [one.clone() for one in same[EMBED]]}
+    broken[EMBED][0][1] = torch.inf
+    broken[EMBED][1][0, 0] = torch.nan
+    assert reference_noise(truth, broken)[EMBED] == pytest.approx(0.2)
     assert noise == {EMBED: pytest.approx(math.sqrt((0.2**2 + 0.1**2) / 2)), MLP: 0.0}

@@ -165,7 +165,8 @@ class Trial:
         self.notes.append({"label": label, **detail})
 
     def judge(self, rows, *, logits=False):
-        pair = self.reference([IDS], [] if logits else list(rows), logits=logits)
+        sequences = [IDS] * len(next(iter(rows.values())))
+        pair = self.reference(sequences, [] if logits else list(rows), logits=logits)
 
         def of(run: ReferenceRun) -> Any:
             return {LOGITS: run.logits} if logits else run.captured
@@ -214,10 +215,23 @@ def engine_that_goes(trial, *choices: Choice) -> ReferenceRun:
 
 def follow(trial, rows, *, logits=False) -> None:
     """As a case does it, and no more often than a case that ends."""
+    seen: set[object] = set()
+    sequences = [IDS] * len(next(iter(rows.values())))
     for _ in range(40):
-        if not follow_routes(trial, [IDS], rows, trial.judge(rows, logits=logits)):
+        if not follow_routes(trial, sequences, rows, trial.judge(rows, logits=logits), seen=seen):
             return
     pytest.fail("it goes on for ever")
+
+
+def test_copies_that_went_different_ways_end_it(folder, references):
+    """One reference cannot follow both: red, and not for ever."""
+    trial = Trial(references, folder)
+    swap, _ = nearest_tie(trial.reference([IDS], NAMES))
+    one, other = engine_that_goes(trial, swap), engine_that_goes(trial)
+    names = [name for name in NAMES if not name.endswith("mlp.hook_in")]
+    rows = {name: [one.captured[name][0], other.captured[name][0]] for name in names}
+    follow(trial, rows)
+    assert not trial.judge(rows).passed
 
 
 @pytest.mark.parametrize("seen", ["everything", "no router's input", "logits"])
@@ -278,7 +292,7 @@ def test_a_choice_that_noise_does_not_explain_stays_red(folder, references):
     rows = engine_that_goes(trial, swap).captured
     verdict = trial.judge(rows)
     assert not verdict.passed
-    assert not follow_routes(trial, [IDS], rows, verdict)
+    assert not follow_routes(trial, [IDS], rows, verdict, seen=set())
     assert not trial.taken
 
 
@@ -297,4 +311,5 @@ def test_a_wrong_value_at_a_near_tie_stays_red(folder, references, factor):
 
 def test_a_model_without_experts_has_nothing_to_follow():
     verdict = SimpleNamespace(passed=False)
-    assert not follow_routes(SimpleNamespace(routes=SimpleNamespace(exist=False)), [IDS], {}, verdict)
+    trial = SimpleNamespace(routes=SimpleNamespace(exist=False))
+    assert not follow_routes(trial, [IDS], {}, verdict, seen=set())

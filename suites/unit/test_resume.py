@@ -212,3 +212,12 @@ with RunStore.join({str(folder)!r}, {JOINED!r}) as store:
     assert (folder / "results.jsonl").read_text().count('"type":"run"') == 1
     assert len(run.cases) == 120
     assert all(len(case.message) == 20000 and not case.earlier for case in run.cases)
+
+
+def test_a_module_that_cannot_be_collected_leaves_nothing_to_go_on_with(tmp_path: Path) -> None:
+    """Nothing of it runs: a run that knew the other modules' cases alone would be green once it is resumed."""
+    (tmp_path / "test_broken.py").write_text("import what_is_not_there\n", encoding="utf-8")
+    done = mini_suite.run(tmp_path, str(tmp_path / "test_broken.py"))
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert "what_is_not_there" in done.stdout
+    assert not list((tmp_path / "reports").glob("*"))

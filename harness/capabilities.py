@@ -73,7 +73,8 @@ class Capabilities:
             if not isinstance(given[key], bool):
                 raise _wrong(who, f"it declares {key} as {given[key]!r}; say True or False")
         for key in ("capture", "emitted"):
-            if given.get(key) is not None:
+            # Only of capture does None say something: that nothing is left out.
+            if key in given and (given[key] is not None or key == "emitted"):
                 given[key] = _patterns(who, key, given[key])
         if given.get("edit") is not None:
             given["edit"] = _edits(who, given["edit"])

@@ -68,6 +68,7 @@ def pack_result(result: ForwardResult) -> tuple[dict[str, Any], dict[str, torch.
         "new_tokens": result.new_tokens,
         "stats": result.stats,
         "starts": result.starts,
+        "prompts": result.prompts,
     }
     return header, tensors
 
@@ -91,6 +92,7 @@ def unpack_result(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
             logits=tensors.get("logits"),
             stats=dict(header["stats"]),
             starts=list(header["starts"]),
+            prompts=[list(ids) for ids in header["prompts"]],
         )
     except (KeyError, TypeError, ValueError) as error:
         msg = f"the engine's process answered a forward with no result ({type(error).__name__}: {error})"

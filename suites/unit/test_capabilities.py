@@ -56,6 +56,7 @@ def test_json_carries_a_declaration():
         ({"catpure": []}, r"backend odd: it declares 'catpure'; there are capture, edit"),
         ({"batch": 1}, r"backend odd: it declares batch as 1; say True or False"),
         ({"capture": "embed.hook_out"}, r"it declares capture as 'embed.hook_out'; it is a list of patterns"),
+        ({"emitted": None}, r"it declares emitted as None; it is a list of patterns"),
         ({"edit": {"multiply": []}}, r"it declares the op 'multiply'; there are suppress, scale, add, set"),
         ({"edit": ["add"]}, r"it declares edit as \['add'\]; it is a mapping"),
         ({"edit": {"add": [1]}}, r"it declares edit\['add'\] as \[1\]"),

@@ -213,7 +213,9 @@ json_values = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["protocol", "ok", "error", "kind", "lengths", "new_tokens", "stats", "starts"]),
+            st.sampled_from(
+                ["protocol", "ok", "error", "kind", "lengths", "new_tokens", "stats", "starts", "prompts"]
+            ),
             inner,
         ),
     ),

@@ -86,6 +86,7 @@ class _V2Steps:
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             self._harness_stack = stack
+            stack.callback(setattr, self, "_harness_stack", None)
             return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
 

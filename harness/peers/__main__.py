@@ -38,9 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: every peer that ran returned the right values; 1: one did not, or ours did not run; 2: the caller's mistake.
     """
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that what was started is ended on the way out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         return _run(_parser().parse_args(argv))
@@ -181,7 +178,6 @@ def _launch(peer: Peer, arguments: argparse.Namespace) -> Launch:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that what was started is ended on the way out
+    # So that what was started is ended on the way out; here and not in `main`, which others call in their own process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -228,5 +229,9 @@ def test_the_figures_axis_has_a_few_lines(top):
 def test_bad_options_are_one_line(capsys, tmp_path):
     assert main(["--from", str(tmp_path / "x")]) == 2
     assert "name it with --page" in capsys.readouterr().err
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["--rounds", "0"]) == 2
+    assert signal.getsignal(signal.SIGTERM) is before, (
+        "a run of pytest around it must still end as it promises"
+    )
     assert "--rounds is 0" in capsys.readouterr().err

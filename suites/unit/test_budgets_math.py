@@ -62,7 +62,7 @@ def test_taps_hold_what_is_planned(place: tuple[int, int], dtype: torch.dtype, p
     assert plan.kv_cache == 2 * 4 * (2 // ranks) * 32 * dtype.itemsize * 100
 
 
-def test_stages_share_the_points() -> None:
+def points_per_stage(stages: int, **more: bool) -> list[int]:
     plan = plan_memory(
         TAPS,
         Geometry.of(CONFIG),
@@ -70,33 +70,18 @@ def test_stages_share_the_points() -> None:
         max_num_batched_tokens=8,
         max_model_len=8,
         max_programs=0,
-        pipeline_parallel_size=2,
+        pipeline_parallel_size=stages,
+        **more,
     )
-    assert [rank.points for rank in plan.ranks] == [1 + 2 * 12, 2 * 12 + 1]
     assert plan.largest in plan.ranks
-    tied = plan_memory(
-        TAPS,
-        Geometry.of(CONFIG),
-        itemsize=4,
-        max_num_batched_tokens=8,
-        max_model_len=8,
-        max_programs=0,
-        pipeline_parallel_size=2,
-        tied=True,
-    )
-    assert [rank.points for rank in tied.ranks] == [25, 26], "the last stage holds the embedding too"
-    three = plan_memory(
-        TAPS,
-        Geometry.of(CONFIG),
-        itemsize=4,
-        max_num_batched_tokens=8,
-        max_model_len=8,
-        max_programs=0,
-        pipeline_parallel_size=4,
-        tied=True,
-        ends_everywhere=True,
-    )
-    assert [rank.points for rank in three.ranks] == [14] * 4, "embedding and final norm on each, used or not"
+    return [rank.points for rank in plan.ranks]
+
+
+def test_stages_share_the_points() -> None:
+    assert points_per_stage(2) == [1 + 2 * 12, 2 * 12 + 1]
+    assert points_per_stage(2, tied=True) == [25, 26], "the last stage holds the embedding too"
+    both = points_per_stage(4, tied=True, ends_everywhere=True)
+    assert both == [14] * 4, "embedding and final norm on each, used or not"
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (30, 4), (7, 3), (8, 8), (11, 4)])

@@ -232,7 +232,7 @@ def load_backend(name: str) -> Bootable:
             return bootable
     from harness.adapters import ADAPTERS
 
-    own = f"; {name!r} runs in its own interpreter: {name}@path/to/python" if name in ADAPTERS else ""
+    own = f"; in an interpreter of their own, as NAME@path/to/python: {', '.join(ADAPTERS)}"
     msg = f"no backend {name!r} is installed; there are: {', '.join(backend_names()) or 'none'}{own}"
     raise UsageError(msg)
 

@@ -125,8 +125,10 @@ def find_case(records: RunRecords, name: str) -> CaseResult:
         outcome = found[0].outcome if found else "passed"
         msg = f"{name!r} of {records.folder} is {outcome}: there is nothing to reproduce; name a failed case"
         raise UsageError(msg)
-    failed = "; ".join(case.id for case in records.cases if case.outcome == "failed") or "none failed"
-    msg = f"no case of {records.folder} has {name!r} in its id; failed: {failed}"
+    failed = "; ".join(case.id for case in records.cases if case.outcome == "failed")
+    msg = f"no case of {records.folder} has {name!r} in its id; " + (
+        f"failed: {failed}" if failed else "no case of it failed. --run names another run"
+    )
     raise UsageError(msg)
 
 

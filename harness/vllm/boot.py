@@ -89,7 +89,11 @@ def _check_topology(geometry: Geometry, tp: int, pp: int, *, devices: bool) -> N
 
     heads, kv_heads = geometry.heads, geometry.kv_heads
     if heads % tp or (kv_heads % tp and tp % kv_heads):
-        msg = f"tensor_parallel_size={tp} does not divide the {heads} attention heads and {kv_heads} KV heads"
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        msg = (
+            f"tensor_parallel_size={tp} does not divide the {heads} attention heads and {kv_heads} KV heads: "
+            f"take one of {', '.join(map(str, fits))}"
+        )
         raise UsageError(msg)
     if pp > geometry.layers:
         msg = f"pipeline_parallel_size={pp} is more than the model's {geometry.layers} layers"

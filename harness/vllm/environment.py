@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTALL_LINE", "boot_environment", "require_ray", "require_vllm"]
 
-INSTALL_LINE = "pip install 'vllm-parity[cpu]' (or [cuda]); `nox -s parity` makes an environment that works"
+INSTALL_LINE = (
+    "`nox -s env` in a clone makes an environment that works on CPU; for CUDA: pip install -e '.[cuda]'"
+)
 
 
 def require_vllm() -> None:

@@ -184,7 +184,7 @@ def test_a_run_of_no_backend_is_refused(tmp_path):
     ("arguments", "message"),
     [
         (["--backend", "nobody"], "no backend 'nobody' is installed"),
-        (["--backend", "nnsight"], "'nnsight' runs in its own interpreter: nnsight@path/to/python"),
+        (["--backend", "nnsight"], "as NAME@path/to/python: transformer-lens"),
         (["--backend", "hf", "--suites", "nowhere.py"], "there is no nowhere.py: run this where"),
     ],
 )

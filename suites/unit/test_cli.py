@@ -127,7 +127,7 @@ def test_doctor_where_all_is_well(cache, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"absent": ["vllm"]}, "vllm-parity[cpu]"),
+        ({"absent": ["vllm"]}, "nox -s env"),
         ({"absent": ["torch"]}, "torch         not installed"),
         ({"broken": ["vllm"]}, "cannot be imported (RuntimeError"),
         ({"broken": ["transformers"]}, "not imported, as what it needs is broken"),

@@ -18,7 +18,7 @@ __all__ = ["next_token_loss", "token_losses"]
 
 def token_losses(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """-log p of each token after the first, given the rows before it: (n - 1,) fp32 from logits (n, d_vocab)."""
-    targets = torch.tensor(list(tokens[1:]), dtype=torch.int64)
+    targets = torch.tensor(list(tokens[1:]), dtype=torch.int64, device=logits.device)
     return torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
 
 

@@ -37,7 +37,8 @@ def attention_scores(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> t
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * rule.scale
     if rule.soft_cap is not None:
         scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
-    back = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+    places = torch.arange(n, device=q.device)
+    back = places[:, None] - places[None, :]
     seen = back >= 0 if rule.window is None else (back >= 0) & (back < rule.window)
     return scores.masked_fill(~seen, -torch.inf)
 

@@ -189,10 +189,10 @@ def join_segments(segments: Iterable[Segment], n_rows: int, *, what: str) -> tor
     if in_a_row := _consecutive(segments, n_rows):
         return in_a_row[0] if len(in_a_row) == 1 else torch.cat(in_a_row)
     joined: torch.Tensor | None = None
-    seen = torch.zeros(n_rows, dtype=torch.bool)
+    seen = torch.zeros(n_rows, dtype=torch.bool, device="cpu")
     for segment in segments:
         if joined is None:
-            joined = torch.empty((n_rows, *segment.rows.shape[1:]), dtype=segment.rows.dtype)
+            joined = segment.rows.new_empty((n_rows, *segment.rows.shape[1:]))
         end = min(segment.start + segment.rows.shape[0], n_rows)
         if segment.start >= end:
             continue
@@ -238,7 +238,8 @@ def pad_rows(
     """
     begins = [0] * len(rows) if starts is None else list(starts)
     needed = max(begin + one.shape[0] for begin, one in zip(begins, rows, strict=True))
-    padded = torch.empty((len(rows), max(needed, columns or 0), rows[0].shape[1]), dtype=rows[0].dtype)
+    shape = (len(rows), max(needed, columns or 0), rows[0].shape[1])
+    padded = torch.empty(shape, dtype=rows[0].dtype, device=rows[0].device)
     for index, (begin, one) in enumerate(zip(begins, rows, strict=True)):
         end = begin + one.shape[0]
         padded[index, :begin], padded[index, end:] = fill, fill

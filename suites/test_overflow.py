@@ -93,3 +93,25 @@ def test_an_overflow_that_is_left_is_caught(parity, judge, says, options, overfl
         judge(faulty, overflow)
 
     expect_red(parity, "edits.OverflowLeft", check, f"captures {says}: .* differ", **options)
+
+
+@pytest.mark.parity(
+    models=("tiny-llama",),
+    backends=("vllm",),
+    topologies=("tp2",),
+    extra_topologies=("tp2",),
+    steps=(64,),
+    smoke={"dtypes": ("fp32",), "modes": ("eager",)},
+)
+def test_an_overflow_is_read_where_ranks_must_agree(parity):
+    """Infinity less infinity is no difference between replicas: the spoilt request's rows are served."""
+    prompts = [of_length(parity, n, seed=n) for n in (50, 21)]
+    clean = parity.forward(prompts)
+    mixed = parity.forward(prompts, intervene=[OVERFLOWS["shows"], None])
+    assert not mixed.rows("blocks.0.hook_out", 0).isfinite().all()
+    parity.bit_equal(
+        [mixed.rows(hook, 1) for hook in mixed.hooks],
+        [clean.rows(hook, 1) for hook in clean.hooks],
+        label="beside an overflow",
+        what="captures beside a request that overflowed",
+    )

@@ -72,11 +72,29 @@ def _check_forced(kwargs: dict[str, Any]) -> None:
             raise UsageError(msg)
 
 
+def _short_context(hf_config: Any) -> int | None:
+    """Up to how many positions a model with longrope uses its short factors; None of others."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    found = rope.get("original_max_position_embeddings") or getattr(
+        hf_config, "original_max_position_embeddings", None
+    )
+    return int(found) if found else None
+
+
 def _context_limit(hf_config: Any, max_model_len: int | None) -> int:
     limit = int(getattr(hf_config, "max_position_embeddings", 0) or 0)
+    short = _short_context(hf_config)
     if max_model_len is None:
-        return limit or 2048
+        return short or limit or 2048
     _positive_int("max_model_len", max_model_len)
+    if short and max_model_len > short:
+        msg = (
+            f"max_model_len={max_model_len} exceeds the {short} positions for which this model has its short longrope "
+            "factors: vLLM would then take the long ones for every prompt, transformers takes them for long ones alone"
+        )
+        raise UsageError(msg)
     if limit and max_model_len > limit:
         msg = f"max_model_len={max_model_len} exceeds the {limit} positions this model was built for"
         raise UsageError(msg)

@@ -85,6 +85,7 @@ class VLLMDriver:
         )
         self.boot_seconds = boot_seconds
         self._closed = False
+        self._owed: dict[str, tuple[Any, ...]] = {}  #: what an interrupted call has left undone
         self._calls = itertools.count()
         self._tag = uuid.uuid4().hex[:12]
 
@@ -190,6 +191,9 @@ class VLLMDriver:
         if self._closed:
             msg = "this engine was closed; boot another"
             raise UsageError(msg)
+        for method, arguments in list(self._owed.items()):
+            internals.call_workers(self.llm, method, args=arguments)
+            del self._owed[method]
 
     def _generate(
         self,
@@ -310,11 +314,27 @@ class VLLMDriver:
         if not names:
             yield
             return
-        internals.call_workers(self.llm, "tl_reset_capture_flags", args=(names,))
+        with self._and_then("tl_reset_accumulators"):
+            internals.call_workers(self.llm, "tl_reset_capture_flags", args=(names,))
+            yield
+
+    @contextlib.contextmanager
+    def _and_then(self, method: str, *arguments: Any) -> Iterator[None]:
+        """At the end call a method of the workers, whatever happened; its own error does not replace another.
+
+        Not after Ctrl-C, which an engine in a process of its own has seen too: it may be ending and never answer. Then
+        the next call begins with it.
+        """
         try:
             yield
-        finally:
-            internals.call_workers(self.llm, "tl_reset_accumulators")
+        except (KeyboardInterrupt, SystemExit):
+            self._owed[method] = arguments
+            raise
+        except BaseException:
+            with contextlib.suppress(Exception):
+                internals.call_workers(self.llm, method, args=arguments)
+            raise
+        internals.call_workers(self.llm, method, args=arguments)
 
     @cached_property
     def _limits(self) -> Limits:
@@ -338,8 +358,8 @@ class VLLMDriver:
         if not specs:
             yield
             return
-        internals.call_workers(self.llm, "tl_set_batched_interventions", args=(specs,))
-        try:
+        with self._and_then("tl_set_batched_interventions", {}):
+            internals.call_workers(self.llm, "tl_set_batched_interventions", args=(specs,))
             before = self.fires()
             yield
             hooks = {edit.hook for one in edits.values() for edit in one}
@@ -352,8 +372,6 @@ class VLLMDriver:
             if silent := [name for name in self.supported_hook_points if name in hooks - ran]:
                 msg = f"{', '.join(silent)} never fired: the edits there were not applied"
                 raise CaptureError(msg)
-        finally:
-            internals.call_workers(self.llm, "tl_set_batched_interventions", args=({},))
 
     def get_param(self, name: str) -> torch.Tensor | None:
         """A parameter by the engine's dot path, or None where no rank has it.

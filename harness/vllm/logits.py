@@ -52,7 +52,7 @@ class Unembedding:
         """
         n, width = rows.shape
         if out is None:
-            out = torch.empty((n, self.weight.shape[0]), dtype=torch.float32)
+            out = torch.empty((n, self.weight.shape[0]), dtype=torch.float32, device=rows.device)
         step = max(1, _BLOCK // width)
         for begin in range(0, n, step):
             part = out[begin : begin + step]
@@ -150,7 +150,8 @@ class SequenceLogits:
         if isinstance(unembedding, str):
             raise CaptureError(unembedding)
         seq = max(columns, *(begin + one.shape[0] for begin, one in zip(starts, rows, strict=True)))
-        logits = torch.empty((len(rows), seq, unembedding.weight.shape[0]), dtype=torch.float32)
+        shape = (len(rows), seq, unembedding.weight.shape[0])
+        logits = torch.empty(shape, dtype=torch.float32, device="cpu")
         for index, (begin, one) in enumerate(zip(starts, rows, strict=True)):
             end = begin + one.shape[0]
             logits[index, :begin] = logits[index, end:] = -torch.inf
@@ -190,7 +191,7 @@ class SequenceLogits:
         vocab_size = int(self._config.vocab_size)
         rows = []
         for output, prompt, length in zip(outputs, prompts, lengths, strict=True):
-            request = torch.full((length, vocab_size), -torch.inf)
+            request = torch.full((length, vocab_size), -torch.inf, device="cpu")
             for token, entry in output.outputs[0].logprobs[0].items():
                 if token < vocab_size:
                     request[len(prompt) - 1, token] = entry.logprob

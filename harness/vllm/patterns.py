@@ -79,7 +79,9 @@ class Patterns:
             is_pattern = point.template == points.PATTERN
             seq = max(columns, *(begin + one.shape[1] for begin, one in zip(starts, each, strict=True)))
             fill = 0.0 if is_pattern else -torch.inf
-            whole = torch.full((len(each), each[0].shape[0], seq, seq), fill, dtype=q[0].dtype)
+            whole = torch.full(
+                (len(each), each[0].shape[0], seq, seq), fill, dtype=q[0].dtype, device=q[0].device
+            )
             for index, (begin, scores) in enumerate(zip(starts, each, strict=True)):
                 here = slice(begin, begin + scores.shape[1])
                 whole[index, :, here, here] = attention_pattern(scores) if is_pattern else scores

@@ -94,9 +94,13 @@ class TapSet:
         max_tokens: most tokens one step schedules.
         max_programs: programs there is room for, 0 not counted.
         device: where the model lives.
+        switched: as :func:`install_taps` takes it.
     """
 
-    def __init__(self, max_tokens: int, max_programs: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_programs: int, device: torch.device, *, switched: bool = True
+    ) -> None:
+        self._switched = switched
         self.max_tokens = max_tokens
         self.max_programs = max_programs
         self.taps: dict[str, Tap] = {}
@@ -172,7 +176,7 @@ class TapSet:
         """Let no row have a program."""
         self.program.zero_()
         for tap in self._edited:
-            tap.switch.editing = False
+            tap.switch.editing = not self._switched
         self._editing = False
 
     def fires(self, names: Iterable[str] | None = None) -> dict[str, int]:
@@ -238,6 +242,7 @@ def install_taps(
     device: torch.device,
     place: tuple[int, int] = (0, 1),
     direct: Sequence[nn.Module] = (),
+    switched: bool = True,
     hook: Hook = tap_hook,
 ) -> TapSet:
     """Install a tap on each module that this rank holds; the others are listed in ``absent``.
@@ -250,12 +255,14 @@ def install_taps(
         device: where the model lives.
         place: this rank in its tensor-parallel group, and how many there are.
         direct: modules whose ``forward`` the model calls itself, so that hooks on them stay silent.
+        switched: taps do the arithmetic of edits in steps that are edited alone. Not where a CUDA graph may have caught
+            them: its replay asks no switch.
         hook: what is done with the value.
 
     Raises:
         EngineError: two taps at one place, or a module that takes no such argument.
     """
-    taps = TapSet(max_tokens, max_programs, device)
+    taps = TapSet(max_tokens, max_programs, device, switched=switched)
     for spec, module, emission in modules:
         if module is None:
             taps.absent.append(spec.name)
@@ -274,7 +281,7 @@ def install_taps(
             module.register_buffer(site.name(name), buffer, persistent=False)
         for name, buffer in ((DESTINATION, taps.destination), (PROGRAM, taps.program)):
             module.register_buffer(name, buffer, persistent=False)
-        switch = Switch()
+        switch = Switch(editing=not switched)
         setattr(module, site.name(SWITCH), switch)
         handle = listen(module, site, hook, direct=any(module is one for one in direct))
         taps.taps[spec.name] = Tap(

@@ -39,7 +39,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
         spec = self.harness_spec()
         if spec is None:
             return
-        internals.refuse_drafts(self)
+        internals.refuse_engine(self)
         self.harness_init(self.install(spec), spec)
         internals.instrument_runner(self, self)
 
@@ -72,6 +72,7 @@ class CaptureWorker(TLWorkerExtension, _Base):
             device=self.device,
             place=(internals.place_of(self)[1], internals.ranks_per_stage()),
             direct=internals.called_directly(model),
+            switched=not internals.is_traced(self),
             # Without room for edits there is none of their arithmetic in the graph either.
             hook=type(self).tap_hook if spec.max_programs else capture_hook,
         )

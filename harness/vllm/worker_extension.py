@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import CaptureError
+from harness.errors import CaptureError, HarnessError
 from harness.interventions import FOREVER, parse_interventions, plan_programs
 from harness.vllm import internals
 from harness.vllm.accumulator import Accumulator
@@ -126,6 +127,22 @@ class TLWorkerExtension(ParameterExtension):
         return self._taps
 
     # -- collective_rpc -------------------------------------------------------------------------------------------
+
+    def tl_call(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        """Call one of the methods below; what it raises is its answer.
+
+        Where a rank raises, vLLM's executor leaves the answers of later ranks unread, and they would be taken for those
+        of the next call.
+
+        Returns:
+            An empty string and what the method gives, or the error's type and message.
+        """
+        try:
+            return "", getattr(self, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - told to the driver, which raises it
+            if not isinstance(error, HarnessError):
+                traceback.print_exc()
+            return type(error).__name__, str(error)
 
     def tl_absent_hooks(self) -> list[str] | None:
         """Points this rank does not hold; None when installation never ran."""

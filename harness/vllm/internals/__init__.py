@@ -42,7 +42,7 @@ from harness.vllm.internals.worker import (
     place_of,
     prepare_stage_input,
     ranks_per_stage,
-    refuse_drafts,
+    refuse_engine,
     runner_name,
     step_budget,
 )
@@ -72,7 +72,7 @@ __all__ = [
     "prepare_stage_input",
     "ranks_per_stage",
     "ray_backend",
-    "refuse_drafts",
+    "refuse_engine",
     "request_extra_args",
     "resolve_dot_path",
     "runner_name",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import CaptureError, EngineError, HarnessError
+from harness.errors import CaptureError, EngineError, UsageError
 from harness.vllm.internals.moved import moved
 
 if TYPE_CHECKING:
@@ -23,9 +22,6 @@ __all__ = [
     "verify_hook_coverage",
 ]
 
-#: vLLM's sentence around what a worker process raised.
-_WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
-
 
 def extract_hf_config(llm: Any) -> Any:
     """The Hugging Face config of a booted engine (``llm.llm_engine.model_config.hf_config``)."""
@@ -39,20 +35,15 @@ def call_workers(llm: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]
     """Call an RPC method of the capture worker on every rank (``LLM.collective_rpc``): one answer per rank.
 
     Raises:
-        CaptureError: what a worker in a process of its own raised. vLLM passes on its text alone, inside a sentence.
+        UsageError: a worker raised one.
+        CaptureError: a worker raised anything else.
     """
-    try:
-        answers: list[Any] = llm.collective_rpc(method, args=args)
-    except HarnessError:
-        raise
-    except Exception as error:
-        # Through the engine's own process it is an Exception, through a rank's a RuntimeError, or both in turn.
-        text = str(error).removeprefix("Call to collective_rpc method failed: ")
-        told = _WORKER_FAILED.search(text)
-        if told is None and text == str(error):
-            raise
-        raise CaptureError(told[1] if told else text) from error
-    return answers
+    answers: list[tuple[str, Any]] = llm.collective_rpc("tl_call", args=(method, list(args)))
+    for kind, told in answers:
+        if kind:
+            error = UsageError if kind == "UsageError" else CaptureError
+            raise error(told if kind in {"UsageError", "CaptureError"} else f"{method}: {kind}: {told}")
+    return [answer for _, answer in answers]
 
 
 def abort_all(llm: Any) -> None:

@@ -87,7 +87,15 @@ RELIED = (
     Relied("vllm.config", ("set_current_vllm_config",), "the engine's own logits"),
     Relied(
         "vllm.config.VllmConfig",
-        ("additional_config", "model_config", "scheduler_config", "speculative_config", "compilation_config"),
+        (
+            "additional_config",
+            "model_config",
+            "scheduler_config",
+            "speculative_config",
+            "compilation_config",
+            "cache_config",
+            "parallel_config",
+        ),
         "carrying specs to workers",
     ),
     Relied("vllm.config.CompilationConfig", ("inductor_compile_config",), "graphs for any number of threads"),

@@ -23,7 +23,7 @@ __all__ = [
     "place_of",
     "prepare_stage_input",
     "ranks_per_stage",
-    "refuse_drafts",
+    "refuse_engine",
     "runner_name",
     "step_budget",
 ]
@@ -139,14 +139,26 @@ def prepare_stage_input(worker: Any) -> None:
         raise moved(f"make_empty_intermediate_tensors ({error})") from error
 
 
-def refuse_drafts(worker: Any) -> None:
-    """Refuse an engine that computes rows it may reject (``vllm_config.speculative_config``).
+def refuse_engine(worker: Any) -> None:
+    """Refuse an engine whose rows could not be told: one that plain vLLM has booted with this worker may be any.
+
+    Relies on ``vllm_config.{speculative_config, cache_config.enable_prefix_caching, parallel_config.enable_dbo}``.
 
     Raises:
-        UsageError: it does.
+        UsageError: it computes rows it may reject, skips rows, or computes two halves of a step side by side.
     """
-    if getattr(worker.vllm_config, "speculative_config", None) is not None:
+    config = worker.vllm_config
+    if getattr(config, "speculative_config", None) is not None:
         msg = "speculative_config cannot be used here: rows of rejected drafts would be captured in place of real ones"
+        raise UsageError(msg)
+    if getattr(config.cache_config, "enable_prefix_caching", False):
+        msg = (
+            "enable_prefix_caching=False is needed here, which is not vLLM's default: "
+            "a prefix hit skips rows, so captures lack them and edits miss them"
+        )
+        raise UsageError(msg)
+    if getattr(config.parallel_config, "enable_dbo", False):
+        msg = "enable_dbo cannot be used here: two half-batches at once would share one row table"
         raise UsageError(msg)
 
 

@@ -93,7 +93,7 @@ def _first_sentence(views: Sequence[CaseView]) -> tuple[str, str]:
             where = " ".join(filter(None, (case.model, case.dtype, case.mode, case.topology)))
             return f"{sentence} ({where})" if where else sentence, view.anchor
     case = views[0].case
-    return ": ".join(filter(None, (case.title or case.id, case.said))), views[0].anchor
+    return ": ".join(filter(None, ((case.title or case.id).rstrip("."), case.said))), views[0].anchor
 
 
 def closest(views: Sequence[CaseView]) -> list[dict[str, Any]]:

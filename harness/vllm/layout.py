@@ -161,15 +161,15 @@ def _check_replicas(
                 msg = f"{name}: {layout.places[rank]} lacks rows that {layout.places[first]} has"
                 raise CaptureError(msg)
             theirs = theirs.double()
-            same = (ours == theirs) | (
-                ours.isnan() & theirs.isnan()
-            )  # an edit may overflow, on all of them alike
+            # An edit may overflow, on all of them alike.
+            same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+            finite = torch.where(ours.isfinite(), ours, 0.0)
             gap = (ours - theirs).abs().masked_fill(same, 0.0)
             largest = float(gap.max()) if gap.numel() else 0.0
             if largest > layout.largest[0]:
                 layout.largest = (largest, name)
-            row_size = ours.square().mean(dim=1, keepdim=True).sqrt()
-            allowed = TOLERANCE + TOLERANCE * torch.maximum(ours.abs(), row_size).nan_to_num(posinf=0.0)
+            row_size = finite.square().mean(dim=1, keepdim=True).sqrt()
+            allowed = TOLERANCE + TOLERANCE * torch.maximum(finite.abs(), row_size)
             if not bool((gap <= allowed).all()):
                 row = int((gap - allowed).amax(dim=1).argmax())
                 msg = (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.errors import CaptureError, UsageError
 from harness.vllm import internals
 from harness.vllm.boot import _context_limit
 from harness.vllm.driver import VLLMDriver
+from harness.vllm.layout import Layout, Place, _check_replicas
 from harness.vllm.worker_extension import TLWorkerExtension
 
 
@@ -113,6 +117,28 @@ def test_an_engine_of_plain_vllm_whose_rows_could_not_be_told_is_refused(changed
     internals.refuse_engine(SimpleNamespace(vllm_config=SimpleNamespace(**sound)))
     with pytest.raises(UsageError, match=message):
         internals.refuse_engine(SimpleNamespace(vllm_config=SimpleNamespace(**{**sound, **changed})))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agree"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-5], True),
+        ([1.0, 2.0], [1.0, 2.001], False),
+        ([math.inf, 2.0], [math.inf, 2.0 + 1e-5], True),
+        ([math.inf, 2.0], [math.inf, 2.001], False),
+        ([math.inf, 2.0], [3e38, 2.0], False),
+        ([math.inf, 2.0], [-math.inf, 2.0], False),
+        ([3e38, 2.0], [math.inf, 2.0], False),
+        ([math.nan, 2.0], [math.nan, 2.0], True),
+        ([math.nan, 2.0], [1.0, 2.0], False),
+        ([1.0, 2.0], [math.nan, 2.0], False),
+    ],
+)
+def test_replicas_that_overflow_alike_agree(ours, theirs, agree):
+    layout = Layout([Place(0, 0), Place(0, 1)])
+    captured = [{"a": {"embed.hook_out": torch.tensor([one])}} for one in (ours, theirs)]
+    with contextlib.nullcontext() if agree else pytest.raises(CaptureError, match="replicas differ"):
+        _check_replicas(layout, "embed.hook_out", [0, 1], captured)
 
 
 def test_longrope_keeps_to_its_short_factors():

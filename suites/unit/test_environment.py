@@ -32,5 +32,5 @@ def test_what_is_there_is_not_complained_of(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "vllm")
-    with pytest.raises(UsageError, match=r"vLLM is not installed in this environment: pip install"):
+    with pytest.raises(UsageError, match=r"vLLM is not installed in this environment: `nox -s env`"):
         require_vllm()

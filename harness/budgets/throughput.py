@@ -50,8 +50,9 @@ class Paired:
 class Sided:
     """Seconds of several engines of each of two kinds, round by round.
 
-    Two processes that do the same differ in where their memory lies, for as long as they live: more rounds do not
-    average that away, more engines do, and what engines of one kind differ by says how much of it is left.
+    Two engines that do the same differ in where their memory lies, for as long as they live: more rounds do not average
+    that away. It can only cost, so the fastest of each kind is nearest to what its code takes; and what engines of one
+    kind differ by says how much of it there is.
 
     Attributes:
         base: of what is compared with, per engine.
@@ -63,11 +64,8 @@ class Sided:
 
     @property
     def paired(self) -> Paired:
-        """Both kinds, the engines of each averaged within a round."""
-        base, other = (
-            tuple(map(statistics.fmean, zip(*kind, strict=True))) for kind in (self.base, self.other)
-        )
-        return Paired(base, other)
+        """The engine of each kind with the smallest median, round by round."""
+        return Paired(*(min(kind, key=statistics.median) for kind in (self.base, self.other)))
 
     @property
     def apart(self) -> float:

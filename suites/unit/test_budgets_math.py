@@ -126,7 +126,9 @@ def test_kinds_take_turns_and_each_engine_begins_a_round() -> None:
     )
     assert found == Sided(((1.0,) * 5, (3.0,) * 5), ((3.0,) * 5, (3.0,) * 5, (6.0,) * 5))
     assert "".join(order) == "axbyzxbyzabyzaxyzaxbzaxby"
-    assert found.paired == Paired((2.0,) * 5, (4.0,) * 5)
+    assert found.paired == Paired((1.0,) * 5, (3.0,) * 5)
+    slow_once = Sided(((1.0, 9.0, 1.0), (2.0, 2.0, 2.0)), ((3.0, 3.0, 3.0),))
+    assert slow_once.paired == Paired((1.0, 9.0, 1.0), (3.0,) * 3), "by medians, and the rounds stay paired"
 
 
 @pytest.mark.parametrize(

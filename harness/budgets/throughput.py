@@ -69,11 +69,11 @@ class Sided:
 
     @property
     def apart(self) -> float:
-        """The most by which two engines of what is compared with differ, as a share of their time; 0.0 with one.
+        """The most by which two engines of one kind differ, as a share of their time; 0.0 with one of each.
 
-        Not those of what is compared: one of them that is slow would excuse itself.
+        A path that is slow excuses nothing so: it is slow in every engine of its kind, the fastest too.
         """
-        pairs = itertools.permutations(self.base, 2)
+        pairs = [two for kind in (self.base, self.other) for two in itertools.permutations(kind, 2)]
         return max((Paired(one, another).ratio - 1 for one, another in pairs), default=0.0)
 
 

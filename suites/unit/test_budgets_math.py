@@ -136,7 +136,7 @@ def test_kinds_take_turns_and_each_engine_begins_a_round() -> None:
     [
         (((2.0, 2.0),), ((3.0, 3.0),), 0.0),
         (((2.0, 2.0, 2.0), (2.2, 2.2, 9.0)), ((3.0,) * 3, (3.0,) * 3), 0.1),
-        (((2.0, 2.0), (2.0, 2.0)), ((3.0, 3.0), (2.5, 2.5)), 0.0),
+        (((2.0, 2.0), (2.0, 2.0)), ((3.0, 3.0), (2.5, 2.5)), 0.2),
     ],
 )
 def test_like_engines_say_what_a_ratio_cannot_resolve(base, other, apart) -> None:

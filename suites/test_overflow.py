@@ -44,9 +44,9 @@ def judge_later_calls(parity, overflow):
     )
 
 
-def judge_neighbours(parity, overflow):
+def judge_neighbours(parity, overflow, lengths=(50, 51, *range(18, 26))):
     """Requests that start in a block which another of the same call has spoilt and left agree in every bit as well."""
-    prompts = [of_length(parity, n, seed=n) for n in (50, 51, *range(18, 26))]
+    prompts = [of_length(parity, n, seed=n) for n in lengths]
     clean, mixed = (
         parity.forward(prompts, intervene=[edit, *[None] * len(prompts[1:])], max_new_tokens=2)
         for edit in (None, OVERFLOWS[overflow])
@@ -105,13 +105,4 @@ def test_an_overflow_that_is_left_is_caught(parity, judge, says, options, overfl
 )
 def test_an_overflow_is_read_where_ranks_must_agree(parity):
     """Infinity less infinity is no difference between replicas: the spoilt request's rows are served."""
-    prompts = [of_length(parity, n, seed=n) for n in (50, 21)]
-    clean = parity.forward(prompts)
-    mixed = parity.forward(prompts, intervene=[OVERFLOWS["shows"], None])
-    assert not mixed.rows("blocks.0.hook_out", 0).isfinite().all()
-    parity.bit_equal(
-        [mixed.rows(hook, 1) for hook in mixed.hooks],
-        [clean.rows(hook, 1) for hook in clean.hooks],
-        label="beside an overflow",
-        what="captures beside a request that overflowed",
-    )
+    judge_neighbours(parity, "shows", (50, 21))

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from harness.pool import EnginePool
     from harness.store import RunRecords
 
+__all__ = ["ABOUT", "HELP", "add_arguments", "run"]
+
 #: pytest's exit status where it was told to end.
 _INTERRUPTED = 2
-__all__ = ["ABOUT", "HELP", "add_arguments", "run"]
 
 HELP = "run the suites on a backend and write a report for its authors"
 ABOUT = (

@@ -3,7 +3,7 @@
 Per rank and point, with s tokens per step, w numbers per row on this rank, b bytes each and p programs of edits:
 
 - **rows**, the step buffer: (s + 1) · w · b;
-- **tables** of edits: (p + 1) · (4 w + 5), where p > 0 or not;
+- **tables** of edits: 8 + (p + 1) · 4 (w + 16), where p > 0 or not;
 - and once per rank the **index** of rows and of programs: 2 · 8 · (2 s + 64).
 
 While a step runs, a tap holds at most the rows it edits, at the model's dtype and four times at fp32 (before, what is
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPlan", "RankMemory", "plan_memory", "stage_of_blocks"]
 
-#: Bytes of a fire counter, a flag and a factor.
-_FIRES, _FLAG, _FLOAT, _INDEX = 8, 1, 4, 8
+#: Bytes of a fire counter, a number of an edit table and a number of a row table.
+_FIRES, _FLOAT, _INDEX = 8, 4, 8
+#: Numbers of an edit table's row before those that are added.
+_HEAD = 16
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,7 @@ def plan_memory(
                     tensor,
                     len(here),
                     rows=sum((max_num_batched_tokens + 1) * width * itemsize for width in widths),
-                    tables=sum(
-                        _FIRES + (max_programs + 1) * (_FLAG + _FLOAT + _FLOAT * width) for width in widths
-                    ),
+                    tables=sum(_FIRES + (max_programs + 1) * _FLOAT * (_HEAD + width) for width in widths),
                     index=2 * _INDEX * (2 * max_num_batched_tokens + 64),
                     transient=max_num_batched_tokens * max(widths, default=0) * (itemsize + 4 * _FLOAT),
                     per_token=sum(widths) * itemsize,

@@ -66,8 +66,8 @@ class SlowEdits(CaptureWorker):
 
     @staticmethod
     def tap_hook(site: sites.Site, module: nn.Module, value: Any) -> Any:
-        """Copy it again and again if any row is edited."""
-        if site.switch(module).editing:
+        """Copy it again and again if any row of the step is edited, here or elsewhere."""
+        if getattr(module, sites.PROGRAM).any():
             _copied(sites.whole_rows(site, value)[1])
         return sites.tap_hook(site, module, value)
 

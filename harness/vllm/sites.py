@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     Hook = Callable[["Site", nn.Module, Any], Any]
 
 __all__ = [
+    "ACTIVE",
+    "BIAS",
     "DESTINATION",
     "OWN",
     "PROGRAM",
+    "SCALE",
     "SWITCH",
     "Site",
     "Switch",
@@ -39,8 +42,12 @@ __all__ = [
 
 #: Buffers that the taps of one module share: row → place among the kept ones, row → program of edits.
 DESTINATION, PROGRAM = "_tap_destination", "_tap_program"
-#: Buffers of one tap: kept rows, forwards, and per program whether it edits here, its factor and what it adds.
-OWN = ("rows", "fires", "active", "scale", "bias")
+#: Buffers of one tap: kept rows, forwards, and what each program does here. Every buffer is one more input of the
+#: compiled graph, which each decode step pays for anew: hence one table of programs and not one per column.
+OWN = ("rows", "fires", "programs")
+#: Columns of the table of programs: its factor, whether it edits here (1.0 or 0.0), and from BIAS on what it adds. BIAS
+#: is a cache line of numbers, so that rows are aligned.
+SCALE, ACTIVE, BIAS = 0, 1, 16
 #: Beside the buffers of one tap: its :class:`Switch`.
 SWITCH = "switch"
 
@@ -142,9 +149,9 @@ def keep(site: Site, module: nn.Module, rows: torch.Tensor) -> None:
 def edit(site: Site, module: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows after their programs, and which have one: (n, width) at the rows' dtype, (n, 1) bool. One rounding."""
     program = getattr(module, PROGRAM)[: rows.shape[0]]
-    changed = site.held(module, "active").index_select(0, program).unsqueeze(-1)
-    scale = site.held(module, "scale").index_select(0, program).unsqueeze(-1)
-    bias = site.held(module, "bias").index_select(0, program)
+    chosen = site.held(module, "programs").index_select(0, program)
+    changed = chosen[:, ACTIVE : ACTIVE + 1] != 0
+    scale, bias = chosen[:, SCALE : SCALE + 1], chosen[:, BIAS:]
     wide = rows.to(scale.dtype)
     # Where nothing is kept of a row, nothing of it may matter: an infinity times zero would be NaN.
     edited = torch.where(scale == 0, bias, wide * scale + bias).to(rows.dtype)

@@ -17,7 +17,19 @@ import torch
 from harness.conventions import Emission
 from harness.errors import EngineError, UsageError
 from harness.vllm import internals
-from harness.vllm.sites import DESTINATION, OWN, PROGRAM, SWITCH, Site, Switch, listen, tap_hook
+from harness.vllm.sites import (
+    ACTIVE,
+    BIAS,
+    DESTINATION,
+    OWN,
+    PROGRAM,
+    SCALE,
+    SWITCH,
+    Site,
+    Switch,
+    listen,
+    tap_hook,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -45,9 +57,8 @@ class Tap:
         fires: int64 scalar, forwards this hook took part in, counted inside the graph.
         switch: on while a step is edited and a program edits here.
         emission: how the canonical value lies in what the module emits.
-        active: (programs + 1,) bool, whether a program edits here.
-        scale: (programs + 1,) fp32.
-        bias: (programs + 1, width) fp32, of the emitted value.
+        programs: (programs + 1, 16 + width) fp32, what each program does here: a factor, whether it edits at all, and
+            what it adds to the emitted value.
     """
 
     spec: TapSpec
@@ -56,12 +67,25 @@ class Tap:
     share: tuple[int, int]
     rows: torch.Tensor
     fires: torch.Tensor
-    active: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor
+    programs: torch.Tensor
     switch: Switch
     emission: Emission
     handle: Any
+
+    @property
+    def active(self) -> torch.Tensor:
+        """(programs + 1,) fp32: 1.0 where a program edits here, else 0.0."""
+        return self.programs[:, ACTIVE]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """(programs + 1,) fp32: each program's factor."""
+        return self.programs[:, SCALE]
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """(programs + 1, width) fp32: what each program adds to the emitted value."""
+        return self.programs[:, BIAS:]
 
     def load(self, program: int, edit: Edit) -> None:
         """Let ``program`` do ``edit`` here, as the affine map of emitted values that it is of canonical ones."""
@@ -73,7 +97,7 @@ class Tap:
             bias = bias.to(self.rows.dtype)
         self.scale[program] = edit.scale
         self.bias[program] = bias
-        self.active[program] = True
+        self.active[program] = 1.0
 
     def remove(self) -> None:
         """Take the hook and its buffers off the module."""
@@ -189,9 +213,7 @@ class TapSet:
         taps = self.taps.values()
         return {
             "rows": sum(tap.rows.nbytes for tap in taps),
-            "tables": sum(
-                tap.fires.nbytes + tap.active.nbytes + tap.scale.nbytes + tap.bias.nbytes for tap in taps
-            ),
+            "tables": sum(tap.fires.nbytes + tap.programs.nbytes for tap in taps),
             "index": self.destination.nbytes + self.program.nbytes,
         }
 
@@ -273,9 +295,7 @@ def install_taps(
         own = {
             "rows": torch.zeros((max_tokens + 1, width), dtype=dtype, device=device),
             "fires": torch.zeros((), dtype=torch.int64, device=device),
-            "active": torch.zeros((max_programs + 1,), dtype=torch.bool, device=device),
-            "scale": torch.ones((max_programs + 1,), dtype=torch.float32, device=device),
-            "bias": torch.zeros((max_programs + 1, width), dtype=torch.float32, device=device),
+            "programs": torch.zeros((max_programs + 1, BIAS + width), dtype=torch.float32, device=device),
         }
         for name, buffer in own.items():
             module.register_buffer(site.name(name), buffer, persistent=False)

@@ -53,23 +53,15 @@ def _positive_int(name: str, value: object) -> int:
     return value
 
 
-#: What computes rows that never come to count, or two parts of a step side by side: captures could not tell.
-_REFUSED = {
-    "worker_extension_cls": "the capture worker already carries the harness' extension",
-    "speculative_config": "rows of rejected drafts would be captured in place of the real ones",
-    "enable_dbo": "two half-batches at once would share one row table",
-}
-
-
 def _check_forced(kwargs: dict[str, Any]) -> None:
     for name, (value, reason) in _FORCED.items():
         if name in kwargs and kwargs[name] != value:
             msg = f"{name}={kwargs[name]!r} cannot be used here, it is always {value!r}: {reason}"
             raise UsageError(msg)
-    for name, reason in _REFUSED.items():
-        if kwargs.get(name):
-            msg = f"{name} cannot be used here: {reason}"
-            raise UsageError(msg)
+    if kwargs.get("worker_extension_cls"):
+        msg = "worker_extension_cls cannot be used here: the capture worker already carries the harness' extension"
+        raise UsageError(msg)
+    internals.refuse_arguments(kwargs)
 
 
 def _short_context(hf_config: Any) -> int | None:
@@ -242,8 +234,8 @@ def boot_vllm(
         hook_points: names or patterns (``blocks.*.hook_out``, ``blocks.*.attn.hook_?``) to install, of every point the
             family has; by default the embedding, each block's attention, MLP and output, and the final norm. Points
             left out cost no memory and cannot be captured. ``every`` takes all of them.
-        max_edit_programs: distinct combinations of edits one call may use; each costs 4 · width bytes per point. With 0
-            nothing can be edited, and taps change no bit of the results either, see ``docs/interventions.md``.
+        max_edit_programs: distinct combinations of edits one call may use; each costs 4 · (width + 16) bytes per point.
+            With 0 nothing can be edited, and taps change no bit of the results either, see ``docs/interventions.md``.
         **vllm_kwargs: anything else ``vllm.LLM`` takes. ``worker_cls`` must name a subclass of the capture worker.
 
     Raises:

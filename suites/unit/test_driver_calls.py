@@ -106,13 +106,21 @@ def test_a_call_that_failed_is_cleaned_up_and_keeps_its_own_error(driver, monkey
             "enable_prefix_caching=False is needed",
         ),
         ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "enable_dbo cannot be used"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config cannot be used"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "data_parallel_size cannot be used"),
+        (
+            {"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)},
+            "prefill_context_parallel_size cannot be used",
+        ),
     ],
 )
 def test_an_engine_of_plain_vllm_whose_rows_could_not_be_told_is_refused(changed, message):
     sound = {
         "speculative_config": None,
         "cache_config": SimpleNamespace(enable_prefix_caching=False),
-        "parallel_config": SimpleNamespace(enable_dbo=False),
+        "parallel_config": SimpleNamespace(
+            enable_dbo=False, data_parallel_size=1, prefill_context_parallel_size=1
+        ),
     }
     internals.refuse_engine(SimpleNamespace(vllm_config=SimpleNamespace(**sound)))
     with pytest.raises(UsageError, match=message):

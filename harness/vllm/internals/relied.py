@@ -92,6 +92,7 @@ RELIED = (
             "model_config",
             "scheduler_config",
             "speculative_config",
+            "kv_transfer_config",
             "compilation_config",
             "cache_config",
             "parallel_config",
@@ -99,6 +100,9 @@ RELIED = (
         "carrying specs to workers",
     ),
     Relied("vllm.config.CompilationConfig", ("inductor_compile_config",), "graphs for any number of threads"),
+    Relied(
+        "vllm.config.ParallelConfig", ("enable_dbo", "data_parallel_size"), "refusing what taps cannot serve"
+    ),
     Relied("vllm.config.ModelConfig", ("hf_config", "enforce_eager", "dtype"), "reading its config"),
     Relied("vllm.config.SchedulerConfig", ("max_num_batched_tokens",), "the size of step buffers"),
     Relied("vllm.model_executor.models.utils", ("PPMissingLayer",), "knowing stubs of other stages"),

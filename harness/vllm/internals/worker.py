@@ -8,7 +8,7 @@ from harness.errors import UsageError
 from harness.vllm.internals.moved import moved
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
@@ -23,6 +23,7 @@ __all__ = [
     "place_of",
     "prepare_stage_input",
     "ranks_per_stage",
+    "refuse_arguments",
     "refuse_engine",
     "runner_name",
     "step_budget",
@@ -32,6 +33,15 @@ _WORKERS = {
     "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
     "cuda": "vllm.v1.worker.gpu_worker.Worker",
     "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
+}
+
+#: Arguments of an engine that taps are refused with: some rows never come to count, or are not computed where they are.
+_REFUSED = {
+    "speculative_config": "rows of rejected drafts would be captured in place of the real ones",
+    "enable_dbo": "two half-batches at once would share one row table",
+    "kv_transfer_config": "rows whose keys and values are sent are not computed: captures lack them, edits miss them",
+    "data_parallel_size": "captures and edits reach one replica, requests any: boot one engine for each",
+    "prefill_context_parallel_size": "a rank would have some positions of a prompt and count them as all",
 }
 
 
@@ -139,26 +149,41 @@ def prepare_stage_input(worker: Any) -> None:
         raise moved(f"make_empty_intermediate_tensors ({error})") from error
 
 
-def refuse_engine(worker: Any) -> None:
-    """Refuse an engine whose rows could not be told: one that plain vLLM has booted with this worker may be any.
-
-    Relies on ``vllm_config.{speculative_config, cache_config.enable_prefix_caching, parallel_config.enable_dbo}``.
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse engine arguments with which rows could not be told, or are not computed here.
 
     Raises:
-        UsageError: it computes rows it may reject, skips rows, or computes two halves of a step side by side.
+        UsageError: one of :data:`_REFUSED` is asked for.
+    """
+    for name, reason in _REFUSED.items():
+        given = arguments.get(name)
+        # Sizes are off at 1.
+        if given and (isinstance(given, bool) or given != 1):
+            msg = f"{name} cannot be used here: {reason}"
+            raise UsageError(msg)
+
+
+def refuse_engine(worker: Any) -> None:
+    """The same of an engine that runs: one that plain vLLM has booted with this worker may have any.
+
+    Relies on ``vllm_config.{speculative_config, kv_transfer_config}``, ``cache_config.enable_prefix_caching`` and
+    ``parallel_config.{enable_dbo, data_parallel_size, prefill_context_parallel_size}``.
+
+    Raises:
+        UsageError: as :func:`refuse_arguments`, or it skips rows.
     """
     config = worker.vllm_config
-    if getattr(config, "speculative_config", None) is not None:
-        msg = "speculative_config cannot be used here: rows of rejected drafts would be captured in place of real ones"
-        raise UsageError(msg)
+    refuse_arguments(
+        {
+            name: getattr(config, name, None) or getattr(config.parallel_config, name, None)
+            for name in _REFUSED
+        }
+    )
     if getattr(config.cache_config, "enable_prefix_caching", False):
         msg = (
             "enable_prefix_caching=False is needed here, which is not vLLM's default: "
             "a prefix hit skips rows, so captures lack them and edits miss them"
         )
-        raise UsageError(msg)
-    if getattr(config.parallel_config, "enable_dbo", False):
-        msg = "enable_dbo cannot be used here: two half-batches at once would share one row table"
         raise UsageError(msg)
 
 

@@ -145,8 +145,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("parity", configs, ids=[c.id for c in configs], indirect=True, scope="function")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Put cases of one engine together, so that it boots once; everything without an engine comes first."""
+    if _collected_in_part(session) and orders_of(config):
+        items.clear()  # pytest itself runs nothing then, workers of xdist would
+        return
     if resumed := config.stash[RESUMED]:
         ids = [case_id(item) for item in items if config_of(item) is not None]
         left = resumed.left(ids)
@@ -169,6 +174,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def _collected_in_part(session: pytest.Session) -> bool:
+    """Whether a module cannot be collected, and the person has not asked to do without it."""
+    return bool(session.testsfailed) and not session.config.option.continue_on_collection_errors
+
+
 def _deselect(
     config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], bool]
 ) -> None:
@@ -187,7 +197,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     resumed = config.stash[RESUMED]
     if config.option.collectonly or not (cases or resumed):
         return
-    if session.testsfailed and not config.option.continue_on_collection_errors:
+    if _collected_in_part(session):
         return  # pytest runs nothing, and a run without the cases of a broken module must not be gone on with
     capture = config.pluginmanager.getplugin("capturemanager")
     run: ParitySession | None = None

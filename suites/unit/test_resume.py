@@ -214,10 +214,16 @@ with RunStore.join({str(folder)!r}, {JOINED!r}) as store:
     assert all(len(case.message) == 20000 and not case.earlier for case in run.cases)
 
 
-def test_a_module_that_cannot_be_collected_leaves_nothing_to_go_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "code"), [((), pytest.ExitCode.INTERRUPTED), (("-n", "2"), pytest.ExitCode.TESTS_FAILED)]
+)
+def test_a_module_that_cannot_be_collected_leaves_nothing_to_go_on_with(
+    tmp_path: Path, workers: tuple[str, ...], code: pytest.ExitCode
+) -> None:
     """Nothing of it runs: a run that knew the other modules' cases alone would be green once it is resumed."""
     (tmp_path / "test_broken.py").write_text("import what_is_not_there\n", encoding="utf-8")
-    done = mini_suite.run(tmp_path, str(tmp_path / "test_broken.py"))
-    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    done = mini_suite.run(tmp_path, *workers, str(tmp_path / "test_broken.py"))
+    assert done.returncode == code, done.stdout
     assert "what_is_not_there" in done.stdout
+    assert "1 error in" in done.stdout  # and nothing else: no case ran, none complains that there is no run
     assert not list((tmp_path / "reports").glob("*"))

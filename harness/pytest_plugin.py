@@ -340,6 +340,8 @@ def _is_broken(error: BaseException | None) -> bool:
     """Whether it says that parity is broken; also among others, as Hypothesis raises what did not fail twice."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_broken, error.exceptions))
+    if isinstance(error, pytest.fail.Exception) and str(error.msg).endswith("from pytest-timeout."):
+        return False  # it says that time ran out, and is run again by `--resume`
     return isinstance(error, (AssertionError, pytest.fail.Exception, CaptureError))
 
 

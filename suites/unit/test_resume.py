@@ -76,6 +76,17 @@ def test_killed_in_the_middle_it_is_readable_and_goes_on(tmp_path: Path) -> None
     assert run.end["counts"]["total"]["executed"] == 3
 
 
+def test_a_case_whose_time_ran_out_is_no_verdict_and_runs_again(tmp_path: Path) -> None:
+    done = mini_suite.run(tmp_path, "--timeout", "3", env={"STOP": str(tmp_path / "running")})
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "from pytest-timeout" in done.stdout
+    assert outcomes(tmp_path) == {"one": "passed", "two": "error", "three": "passed", "four": "skipped"}
+
+    done = mini_suite.run(tmp_path, "--resume", "last")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcomes(tmp_path) == {"one": "passed", "two": "passed", "three": "passed", "four": "skipped"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_told_to_stop_it_writes_the_report_of_what_ran(tmp_path: Path, number: signal.Signals) -> None:
     done = stopped_by(number, tmp_path)

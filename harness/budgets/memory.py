@@ -28,7 +28,7 @@ __all__ = ["MemoryPlan", "RankMemory", "plan_memory", "stage_of_blocks"]
 
 #: Bytes of a fire counter, a number of an edit table and a number of a row table.
 _FIRES, _FLOAT, _INDEX = 8, 4, 8
-#: Numbers of an edit table's row before those that are added.
+#: Numbers of an edit table's row before those that are added; not read from the taps, whose size it foretells.
 _HEAD = 16
 
 
